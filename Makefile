@@ -123,9 +123,9 @@ linkcheck: install ## Follow every external link (needs a network)
 
 .PHONY: memory-table
 memory-table: install ## Measure the memory calculator's whole grid and write it anew, and the other calculators beside it
-	@$(BIN)/rung memory-table --write
-	@$(BIN)/rung memory-table --held-out --write
-	@$(BIN)/rung memory-peers --write
+	@$(BIN)/python -m tests.evidence memory-table --write
+	@$(BIN)/python -m tests.evidence memory-table --held-out --write
+	@$(BIN)/python -m tests.evidence memory-peers --write
 
 # Pages wait for kernels to start. Labs measure times, so a build that runs them runs one after the other.
 PAGES_AT_A_TIME := $(if $(EXECUTED_LABS),4,1)

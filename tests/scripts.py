@@ -1,6 +1,8 @@
 """Files of the repository that are in no package: tools, extensions of the book, solutions and scripts of the labs."""
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,3 +15,11 @@ def load(path: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def lab_script(name: str) -> ModuleType:
+    """Import a script of the labs by its name, as one that lies beside it does."""
+    folder = str(ROOT / "labs" / "scripts")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)

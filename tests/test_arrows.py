@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import json
+import re
 from pathlib import Path
 
 import grimp
@@ -106,3 +108,22 @@ def test_every_kind_of_cycle_is_seen(late, tmp_path, monkeypatch):
         (tmp_path / "house" / f"{name}.py").write_text(text, encoding="utf-8")
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(imports("house")).prepare()
+
+
+def what_readers_run():
+    """Return the code of every page, lab, solution and script, by its file."""
+    cells = re.compile(r"^```{code-cell}[^\n]*\n(?::[^\n]*\n)*(.*?)^```", re.M | re.S)
+    found = {path: "\n".join(cells.findall(path.read_text("utf-8"))) for path in (ROOT / "book").glob("*.md")}
+    for path in (ROOT / "labs").glob("*.ipynb"):
+        notebook = json.loads(path.read_text("utf-8"))["cells"]
+        found[path] = "\n".join("".join(cell["source"]) for cell in notebook if cell["cell_type"] == "code")
+    return found | {path: path.read_text("utf-8") for path in (ROOT / "labs").rglob("*.py")}
+
+
+def test_no_reader_needs_the_tests():
+    """What a page or a lab quotes of tests/evidence is a file in book/data."""
+    code = what_readers_run()
+    assert len(code) > 60
+    needs = re.compile(r"^\s*(?:from|import) tests\b", re.M)
+    assert [path.name for path, source in code.items() if needs.search(source)] == []
+    assert needs.search("def late():\n    from tests.evidence import headline")

@@ -17,18 +17,13 @@ from pathlib import Path
 import pytest
 
 from lablib.calc.communication import tcp_bandwidth
-from lablib.launch.communication import cluster as _cluster_network
-from lablib.launch.communication.cluster import Cluster, ClusterError, Refused, burst, throttle, why_not
 from tests.processes import ended
+from tests.scripts import lab_script
 
 ROOT = Path(__file__).parents[1]
-REFUSED = why_not()
+two_hosts = lab_script("two_hosts")
+REFUSED = two_hosts.why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no cluster on this machine: {REFUSED}")
-AS = [
-    pytest.param(True, id="user"),
-    pytest.param(False, id="root", marks=pytest.mark.skipif(os.geteuid() != 0, reason="not root")),
-]
-
 # One host listens, the other sends and prints how long the bytes took, as bench tools do.
 TALK = """
 import socket, sys, time
@@ -96,26 +91,25 @@ def cables() -> set[str]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("user", AS)
-def test_two_hosts_talk_as_fast_as_their_link(user: bool) -> None:
+def test_two_hosts_talk_as_fast_as_their_link() -> None:
     """At 8 Mb/s 512 KiB take half a second at least. A busy machine can only add to that."""
     cards, count = cables(), 512 * 1024
-    with Cluster(3, rate="1 Gb/s", user=user) as cluster:
-        address, talk = _cluster_network.address(0), [sys.executable, "-c", TALK]
+    with two_hosts.Cluster(3, rate="1 Gb/s") as cluster:
+        address, talk = two_hosts.address(0), [sys.executable, "-c", TALK]
         seconds = {}
         for rate in ("80 Mb/s", "8 Mb/s"):
             if rate == "80 Mb/s":
                 cluster.throttle(rate)
             else:  # from one of the hosts, as a rank does it
-                inside = f"from lablib.launch.communication.cluster import throttle; throttle({rate!r})"
+                inside = f"from tests.scripts import lab_script; lab_script('two_hosts').throttle({rate!r})"
                 cluster.run_all([(1, [sys.executable, "-c", inside])], env={"LABLIB_HOSTS": "3"})
             jobs = [(0, [*talk, "listen", address, str(count)]), (2, [*talk, "send", address, str(count)])]
             peer, said = cluster.run_all(jobs)
-            assert peer.strip() == _cluster_network.address(2)
+            assert peer.strip() == two_hosts.address(2)
             seconds[rate] = float(said)
         for rate, bytes_per_second in (("80 Mb/s", 1e7), ("8 Mb/s", 1e6)):
             # The cards at both ends let a burst through at once; more than that cannot be saved.
-            least = (count - 2 * burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
+            least = (count - 2 * two_hosts.burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
             assert seconds[rate] >= least
         cluster.throttle(None)
         assert "tbf" not in cluster.run(2, "tc", "qdisc", "show", "dev", "eth0")
@@ -133,8 +127,8 @@ def job(rates: list[str]) -> dict:
 
     import torch
     import torch.distributed as dist
+    from network_study import card_bytes
 
-    from lablib.launch.communication.link import card_bytes
     from lablib.toys.collectives import hierarchical_all_reduce, node_groups
     from lablib.toys.collectives.ring import ring_all_reduce
 
@@ -143,7 +137,7 @@ def job(rates: list[str]) -> dict:
     for rate in rates:
         dist.barrier()
         if dist.get_rank() == 0:
-            throttle(rate)
+            two_hosts.throttle(rate)
         dist.barrier()
         for name, call in (("flat", ring_all_reduce), ("levels", lambda x: hierarchical_all_reduce(x, groups))):
             x = torch.full((2**17,), float(dist.get_rank()))
@@ -169,7 +163,7 @@ def job(rates: list[str]) -> dict:
 def test_torchrun_on_two_hosts() -> None:
     """4 ranks on 2 hosts meet by c10d; ranks follow hosts; a rank throttles the links that all of them use."""
     rates = ["40 Mb/s", "10 Mb/s"]
-    with Cluster(2) as cluster:
+    with two_hosts.Cluster(2) as cluster:
         ranks = cluster.run_ranks(job, rates, ranks_per_host=2, timeout=100)
     assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
     assert [rank["local"] for rank in ranks] == ["0", "1", "0", "1"]
@@ -187,7 +181,7 @@ def test_torchrun_on_two_hosts() -> None:
         # Flat, every link between hosts carries 2 · 3/4 of the array; in two levels the array once.
         for name, share in (("flat", 1.5), ("levels", 1.0)):
             slowest = max(rank["s"][rate, name] for rank in ranks)
-            assert slowest >= (share * size - 2 * burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
+            assert slowest >= (share * size - 2 * two_hosts.burst(bytes_per_second)) / tcp_bandwidth(bytes_per_second)
             # The cards count headers, acknowledgements and what is sent again: a few percent each.
             assert all(share * size <= count < 2 * share * size for count in sent(rate, name))
         assert max(sent(rate, "levels")) < min(sent(rate, "flat"))
@@ -196,19 +190,19 @@ def test_torchrun_on_two_hosts() -> None:
 @needs_hosts
 def test_failure_names_the_host_and_ends_the_others() -> None:
     token = uuid.uuid4().hex
-    with Cluster(2) as cluster:
+    with two_hosts.Cluster(2) as cluster:
         jobs = [(0, ["sleep", "1000"]), (1, ["sh", "-c", "echo no such luck; exit 3"])]
-        with pytest.raises(ClusterError, match=r"host 1 failed with status 3.*\nno such luck") as caught:
+        with pytest.raises(two_hosts.ClusterError, match=r"host 1 failed with status 3.*\nno such luck") as caught:
             cluster.run_all(jobs, env={"TOKEN": token})
         assert caught.value.host == 1
         wait_until_gone(token, set())
         # A process that hides from its parent ends too, and the hosts go on working.
         hidden = ["sh", "-c", "setsid sleep 1000 & sleep 1000"]
-        with pytest.raises(ClusterError, match=r"no end after 0\.2 s"):
+        with pytest.raises(two_hosts.ClusterError, match=r"no end after 0\.2 s"):
             cluster.run_all([(0, hidden)], env={"TOKEN": token}, timeout=0.2)
         wait_until_gone(token, set())
         assert cluster.run(0, "echo", "well").strip() == "well"
-        with pytest.raises(ClusterError, match="host 0 failed"):
+        with pytest.raises(two_hosts.ClusterError, match="host 0 failed"):
             cluster.run(0, "false")
         stays = ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & exit 0"]
         cluster.run_all([(1, stays)], env={"TOKEN": token})
@@ -218,30 +212,12 @@ def test_failure_names_the_host_and_ends_the_others() -> None:
     cluster.close()  # a second time does nothing
 
 
-@needs_hosts
-def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
-    """Its peers write down at once that a connection was closed; it writes nothing."""
-
-    def work() -> None:
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGSEGV)
-        dist.barrier()
-
-    with Cluster(2) as cluster, pytest.raises(ClusterError) as caught:
-        cluster.run_ranks(work)
-    assert str(caught.value) == "rank 1 failed first\n\nits process was ended by SIGSEGV"
-    assert caught.value.host == 1
-
-
 LIVE = """
 import signal, sys
 # What a shell starts in the background ignores SIGINT, and so would this, started there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from lablib.launch.communication.cluster import Cluster
-with Cluster(2, rate="1 Gb/s") as cluster:
+from tests.scripts import lab_script
+with lab_script("two_hosts").Cluster(2, rate="1 Gb/s") as cluster:
     for host in range(2):
         print(cluster.run(host, "readlink", "/proc/self/ns/net").strip(), flush=True)
     print("working", flush=True)
@@ -280,46 +256,22 @@ def _names() -> list[str]:
     return os.listdir("/run/netns") if os.path.isdir("/run/netns") else []
 
 
-@needs_hosts
-def test_delay_or_the_reason_why_not() -> None:
-    if not _has_netem():
-        with pytest.raises(Refused, match=r"^this kernel has no netem, which delays packets; leave delay out$"):
-            Cluster(2, delay=0.02)
-        return
-    with Cluster(2, delay=0.02) as cluster:
-        address, talk = _cluster_network.address(0), [sys.executable, "-c", TALK]
-        jobs = [(0, [*talk, "listen", address, "1"]), (1, [*talk, "send", address, "1"])]
-        assert float(cluster.run_all(jobs)[1]) >= 0.04  # there and back
-
-
-def _has_netem() -> bool:
-    """Ask the kernel itself: a queue of that kind on a host's own loopback."""
-    with Cluster(2) as cluster:
-        said = ""
-        try:
-            cluster.run(0, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-        except ClusterError as error:
-            said = str(error)
-    assert not said or "qdisc kind is unknown" in said
-    return not said
-
-
 def test_one_sentence_where_there_can_be_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_cluster_network.sys, "platform", "darwin")
-        with pytest.raises(Refused, match=r"^hosts are Linux network namespaces, and this is darwin$"):
-            Cluster(2)
+        patch.setattr(two_hosts.sys, "platform", "darwin")
+        with pytest.raises(two_hosts.Refused, match=r"^hosts are Linux network namespaces, and this is darwin$"):
+            two_hosts.Cluster(2)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        with pytest.raises(Refused, match=r"unshare, nsenter.* is not installed"):
-            Cluster(2)
-    for tool in _cluster_network.TOOLS:
+        with pytest.raises(two_hosts.Refused, match=r"unshare, nsenter.* is not installed"):
+            two_hosts.Cluster(2)
+    for tool in two_hosts.TOOLS:
         (tmp_path / tool).write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    why_not.cache_clear()
-    sentence = why_not()
-    why_not.cache_clear()
+    two_hosts.why_not.cache_clear()
+    sentence = two_hosts.why_not()
+    two_hosts.why_not.cache_clear()
     assert sentence == (
         "this system does not let you make network namespaces (unshare failed: Operation not permitted)"
     )

@@ -7,7 +7,9 @@ import logging
 import os
 import pickle
 import random
-from dataclasses import asdict, replace
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,26 +22,30 @@ from lablib.calc.runs import load_snapshot, replay_snapshot
 from lablib.calc.runs.cuda_snapshot import BEFORE, NO_FRAMES, Block
 from lablib.calc.units import GiB
 from lablib.cli.main import app
+from lablib.launch.gpu_step import (
+    GPU_HEADS,
+    TOY_STEPS,
+    Counters,
+    CudaCounters,
+    Weighed,
+    fitting,
+    gpu_rows,
+    gpu_text,
+    predicted_peak,
+    replayed,
+    toy_job,
+    weigh,
+    weighed_steps,
+)
 from lablib.launch.measure import LiveBytes
 from lablib.launch.records import experiments
 from lablib.launch.records import samples as gpu_records
-from lablib.proof import gpu_measure as cuda_memory
-from lablib.proof.cases import Case
-from lablib.proof.gpu_measure import Counters, CudaCounters, measure_on_gpu, measured_samples, replayed
-from lablib.proof.gpu_rows import (
-    NOT_RECORDED,
-    gpu_cases,
-    gpu_proven,
-    gpu_rows,
-    gpu_section,
-    gpu_summary,
-    gpu_text,
-    on_one_gpu,
-    predicted_peak,
-)
-from lablib.proof.oracles import build_model
-from lablib.proof.oracles.measurement import nothing_packed
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
+from tests.evidence.__main__ import app as evidence
+from tests.evidence.cases import Case
+from tests.evidence.gpu import gpu_cases, gpu_job, on_one_gpu, settings, weighed_cases
+from tests.evidence.oracles import build_model
+from tests.evidence.oracles.measurement import nothing_packed
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 SMALL = Case(recipe="mixed-bf16", recompute="full", optimizer="sgd-momentum")
@@ -50,6 +56,10 @@ CASES = (
     Case(implementation="hf", recipe="pure-bf16", recompute="full"),
     Case(implementation="hf", tuning="lora"),
 )
+
+
+def measured(case: Case, counters: Counters) -> Weighed:
+    return weigh(lambda: gpu_job(case), counters)
 
 
 class _Allocating(LiveBytes):
@@ -107,7 +117,7 @@ class OnSimulated(Counters):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
-    found = measure_on_gpu(case, Counters())
+    found = measured(case, Counters())
     # LiveBytes is a dispatch mode, under which autograd adds gradients out of place.
     said = memory_timeline(step=case.step, out_of_place=True, **case.settings())
     assert found.snapshot is None
@@ -128,6 +138,26 @@ def test_the_step_holds_what_the_calculator_says(case: Case) -> None:
     assert len(found.moments) >= len(said.instants) - 1  # LoRA's embedding has no backward
 
 
+TINY_TOY = {"model": "gpt2", "seq": 16, "implementation": "toy", "dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{name: value for name, value in how.items() if name not in TINY_TOY} for how in list(TOY_STEPS.values())[:3]],
+    ids=str,
+)
+def test_the_labs_own_steps_hold_what_the_calculator_says(how: dict, monkeypatch) -> None:
+    """The models of lab 01, cut to what a CPU runs at once; the largest is in fp32, and only its names change."""
+    small = Case(family="gpt2").model
+    monkeypatch.setattr("lablib.launch.gpu_step.preset", lambda name: small)
+    found = weigh(lambda: toy_job(TINY_TOY | how), Counters())
+    said = memory_timeline(out_of_place=True, **TINY_TOY | how | {"model": small})
+    assert sum(found.states.values()) == said.instant("states").total
+    # Besides: rotary tables or counters of a step, and the loss with its gradient.
+    assert said.peak_bytes <= found.peak["requested"] <= said.peak_bytes + 1000
+    assert max(found.moments, key=found.moments.__getitem__) == said.peak.name
+
+
 def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:
     # On the meta device an operator refuses a tensor of the CPU, as it does on a GPU.
     device = torch.device("meta")
@@ -137,18 +167,18 @@ def test_everything_of_a_step_is_made_on_the_device_that_it_is_given() -> None:
         Case(implementation="hf", recompute="full", attention="plain"),
     ):
         with nothing_packed(), device:
-            job = cuda_memory._Job(case, device)
+            job = gpu_job(case)
         with nothing_packed():
-            job.loss(job.model, job.batch).backward()
+            job.loss().backward()
         job.optimizer.step()
         states = [value for state in job.optimizer.state.values() for value in state.values() if value.ndim]
-        tensors = [*job.model.parameters(), *job.model.buffers(), job.batch, *states]
+        tensors = [*job.model.parameters(), *job.model.buffers(), *states]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 def test_a_snapshot_of_the_step_has_the_peak_of_the_counters() -> None:
     case = CASES[1]
-    found, plain = measure_on_gpu(case, OnSimulated()), measure_on_gpu(case, Counters())
+    found, plain = measured(case, OnSimulated()), measured(case, Counters())
     assert found.snapshot["disagrees"] == ""
     for name in ("requested", "reserved"):
         assert found.snapshot[name] == found.peak[name]
@@ -181,40 +211,42 @@ def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> N
         def record(self):
             raise RuntimeError("no kernel image\nmore")
 
+    def steps(*names):
+        return {name: (settings(SMALL), lambda: gpu_job(SMALL)) for name in names}
+
     kinds, said = iter((Full, Old, Counters)), []
-    samples = measured_samples([SMALL, SMALL, SMALL], lambda: next(kinds)(), said.append)
+    samples = weighed_steps(steps("a", "b", "c"), lambda: next(kinds)(), said.append)
     assert [sample.get("failed") for sample in samples] == ["out of memory", "no kernel image", None]
-    assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
-        "out of memory",
-        "no kernel image",
-        "measured",
-    ]
+    assert [line.partition(",")[0] for line in said] == ["a: out of memory", "b: no kernel image", "c: weighed"]
     # The runner keeps each sample: the same command goes on where it stopped.
     monkeypatch.setenv("LABLIB_LAB_FOLDER", str(tmp_path))
-    first = measured_samples([SMALL], Counters, said.append)
-    again = measured_samples([SMALL], lambda: pytest.fail("measured twice"), said.append)
+    how = next(iter(TOY_STEPS.values()))
+    first = weighed_steps({"d": (how, lambda: gpu_job(SMALL))}, Counters, said.append)
+    again = weighed_steps({"d": (how, None)}, lambda: pytest.fail("measured twice"), said.append)
     assert again == first
 
 
 def test_a_case_of_several_ranks_and_a_machine_without_gpus_are_refused() -> None:
     for case in (Case(sharding="fsdp2", dp=2), Case(implementation="paper"), Case(pp=2)):
         with pytest.raises(ValueError, match="a GPU is measured alone"):
-            measure_on_gpu(case, Counters())
+            measured(case, Counters())
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match="no GPU here"):
-        measure_on_gpu(SMALL)
+        weigh(lambda: gpu_job(SMALL))
+    with pytest.raises(ValueError, match="no GPU here"):
+        weighed_cases([SMALL])
     with pytest.raises(ValueError, match="no GPU here"):
         CudaCounters("cuda")
-    result = CliRunner().invoke(app, ["memory-table", "--gpu"])
+    result = CliRunner().invoke(evidence, ["memory-table", "--gpu"])
     assert (result.exit_code, result.output) == (2, "rung: no GPU here, and this measures the memory of one\n")
-    result = CliRunner().invoke(app, ["memory-table", "--gpu", "--few"])
+    result = CliRunner().invoke(evidence, ["memory-table", "--gpu", "--few"])
     assert (result.exit_code, result.output.count("\n")) == (2, 1)
 
 
 def test_the_cases_fit_and_show_what_people_train() -> None:
     cases = gpu_cases(80 * GiB)
-    sizes = [predicted_peak(case) for case in cases]
+    sizes = [predicted_peak(settings(case)) for case in cases]
     assert sizes == sorted(sizes)
     assert max(sizes) + RESERVE <= 80 * GiB
     assert all(on_one_gpu(case) for case in cases)
@@ -232,19 +264,21 @@ def test_the_cases_fit_and_show_what_people_train() -> None:
     assert 0 < len(few) < len(cases)
     assert set(few) <= set(cases)
     assert gpu_cases(RESERVE) == []
+    # The lab's own, the smallest first.
+    assert len(fitting(TOY_STEPS, 80 * GiB)) == len(TOY_STEPS)
+    few = list(fitting(TOY_STEPS, 8 * 10**9))
+    assert 0 < len(few) < len(TOY_STEPS)
+    assert few == sorted(few, key=lambda name: predicted_peak(TOY_STEPS[name]))
 
 
-def sample(case: Case, off: float = 0.0, **more) -> dict:
-    peak = round(predicted_peak(case) / (1 + off))
+FIRST, *OTHERS = TOY_STEPS
+
+
+def sample(name: str, off: float = 0.0, **more) -> dict:
+    peak = round(predicted_peak(TOY_STEPS[name]) / (1 + off))
     sizes = {"requested": peak + 100, "allocated": peak + 2_000_100, "reserved": peak + 5_000_100}
-    return {
-        "name": case.name,
-        "case": asdict(case),
-        "peak": sizes,
-        "workspaces": 100,
-        "outside": 4 * 10**8,
-        "snapshot": {"disagrees": ""},
-    } | more
+    found = {"peak": sizes, "workspaces": 100, "outside": 4 * 10**8, "snapshot": {"disagrees": ""}}
+    return {"name": name, "settings": TOY_STEPS[name]} | found | more
 
 
 @pytest.fixture
@@ -254,18 +288,27 @@ def house(tmp_path, monkeypatch):
     return tmp_path
 
 
+def page_section():
+    """The function of the page that says what a record says."""
+    page = (Path(__file__).resolve().parents[1] / "book" / "memory_calculator.md").read_text(encoding="utf-8")
+    names = {"gpu_rows": gpu_rows, "GPU_HEADS": GPU_HEADS}
+    for name in ("table", "gpu_section"):
+        (code,) = re.findall(rf"^def {name}\(.*?(?=^\S|\Z)", page, re.M | re.S)
+        exec(code, names)
+    return names["gpu_section"]
+
+
 def test_the_page_says_that_nothing_is_recorded_or_what_the_record_says(house, capsys) -> None:
-    assert gpu_section(experiments.recorded("01_memory-1gpu")) == NOT_RECORDED
-    assert gpu_proven(None) == "No recorded run has measured any of these yet."
-    failed = {"name": CASES[1].name, "case": asdict(CASES[1]), "failed": "out of memory"}
-    samples = [sample(SMALL, 0.25), sample(CASES[2]), sample(CASES[3], -0.0001), failed]
+    gpu_section = page_section()
+    assert "No run on a GPU has been recorded yet" in gpu_section(experiments.recorded("01_memory-1gpu"))
+    failed = {"name": OTHERS[0], "settings": TOY_STEPS[OTHERS[0]], "failed": "out of memory"}
+    samples = [sample(FIRST, 0.25), sample(OTHERS[1]), sample(OTHERS[2], -0.0001), failed]
     experiments.save_record("01_memory-1gpu", samples, "rung labs run 01 --record")
     record = experiments.recorded("01_memory-1gpu")
     text = gpu_section(record)
-    assert f"3 configurations were measured on {record.where} on {record.date[:10]}." in text
-    assert f"off by 25.00%, in {SMALL.name}; the median is 0.010%" in text
-    assert "1 could not be measured" in text
-    assert "measured the first two, NCCL's buffers apart, in 3 configurations" in gpu_proven(record)
+    assert f"3 configurations were weighed on {record.where} on {record.date[:10]}." in text
+    assert f"off by 25.00%, in {FIRST}; the median is 0.010%" in text
+    assert "1 could not be weighed" in text
     assert "finds the peak of the counters to the byte" in text
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(samples)
@@ -273,13 +316,12 @@ def test_the_page_says_that_nothing_is_recorded_or_what_the_record_says(house, c
     assert [row[3] for row in rows[2:]] == ["1.2500", "1.0000", "0.9999", ""]
     assert [row[4:] for row in rows[2:3]] == [["2.0 MB", "3.0 MB", "0.0 MB", "400.0 MB |"]]
     # A snapshot that contradicts its counters is said before anything else can be believed.
-    wrong = [sample(SMALL, snapshot={"disagrees": "replayed: allocated 1, counted 2"})]
-    assert "In 1 the snapshot contradicts the counters" in gpu_summary(gpu_rows(wrong), "x", "y")
-    assert "replayed: allocated 1, counted 2" in gpu_text(gpu_rows(wrong))
-    with pytest.raises(ValueError, match="every configuration failed"):
-        gpu_summary(gpu_rows([failed]), "x", "y")
+    wrong = sample(FIRST, snapshot={"disagrees": "replayed: allocated 1, counted 2"})
+    experiments.save_record("01_memory-2gpu", [wrong], "rung labs run 01 --record")
+    assert "In 1 the snapshot contradicts the counters" in gpu_section(experiments.recorded("01_memory-2gpu"))
+    assert "replayed: allocated 1, counted 2" in gpu_text(gpu_rows([wrong]))
     # The lab replays it, and the status page lists it.
-    found = gpu_records.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"))
+    found = gpu_records.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"), gpus=1)
     assert found.samples == record.samples
     assert gpu_records.coverage(["01_memory"])[0]["1 GPU"].startswith(record.date[:10])
 

@@ -15,10 +15,10 @@ from lablib.calc.layouts.planner import Layout
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
 from lablib.calc.schedules import chunk_layers
-from tests.exported.cases import CASES, Case
-from tests.exported.readers import installed, read
+from tests.evidence.exported.cases import CASES, Case
+from tests.evidence.exported.readers import installed, read
 
-PROVEN = json.loads((Path(__file__).parent / "exported" / "proven.json").read_text(encoding="utf-8"))
+PROVEN = json.loads((Path(__file__).parent / "evidence" / "exported" / "proven.json").read_text(encoding="utf-8"))
 
 
 def of(framework: str) -> list[Case]:
@@ -33,7 +33,7 @@ def named(case: Case) -> str:
 def test_a_proven_file_is_what_is_written_today(case: Case) -> None:
     proof = PROVEN[case.name]
     text = export_layout(case.exported(), case.framework)
-    assert text.splitlines() == proof["text"], "read it again: python -m tests.exported"
+    assert text.splitlines() == proof["text"], "read it again: python -m tests.evidence.exported"
     assert text.endswith("\n")
     assert proof["with"] == EXPORTERS[case.framework].proven
     assert f"Read by the parser of {proof['with']}." in text  # the file says so itself

@@ -16,12 +16,12 @@ from lablib.calc.memory.timeline import explain_memory, memory_timeline
 from lablib.calc.models import preset
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeTensorMode, set_rotate_method
-from lablib.proof.cases import Case, case_model
-from lablib.proof.oracles import measure_case
-from lablib.proof.oracles.context import METHODS, torch_ring, waits_without_copies
-from lablib.proof.oracles.models import pretended
-from lablib.proof.verdict import compare, predict
 from lablib.toys.context_parallel import ring_attention
+from tests.evidence.cases import Case, case_model
+from tests.evidence.oracles import measure_case
+from tests.evidence.oracles.context import METHODS, torch_ring, waits_without_copies
+from tests.evidence.oracles.models import pretended
+from tests.evidence.verdict import compare, predict
 
 # (query heads, key heads, tokens of a rank, head width, sequences): grouped or not, wide or long.
 SHAPES = [(8, 2, 64, 16, 1), (4, 4, 96, 24, 3), (12, 6, 48, 40, 1)]

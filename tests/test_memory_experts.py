@@ -12,9 +12,9 @@ from lablib.calc.memory import RunConfig, training_memory
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
 from lablib.launch.measure import saved_activations
-from lablib.proof.cases import Case
-from lablib.proof.oracles import measure_case
-from lablib.proof.oracles.models import build_model
+from tests.evidence.cases import Case
+from tests.evidence.oracles import measure_case
+from tests.evidence.oracles.models import build_model
 
 GROUPED = Case(implementation="hf", family="mixtral-grouped")
 LOOP = Case(implementation="hf", family="mixtral-loop", seq=16)

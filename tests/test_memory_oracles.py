@@ -21,16 +21,16 @@ from lablib.calc.torch_versions import release, torch_facts
 from lablib.launch.fsdp import forecast
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeStore, MemTracker
-from lablib.proof.cases import Case, case_model
-from lablib.proof.grid import FAMILIES, grid
-from lablib.proof.oracles import build_model, make_optimizer, measure_case
-from lablib.proof.oracles import measurement as memory_tracker
-from lablib.proof.oracles.measurement import MomentTracker, one_forward_one_backward
-from lablib.proof.oracles.models import optimizer_groups, split_model
-from lablib.proof.oracles.paper import PaperTransformer
-from lablib.proof.verdict import KINDS, PEAK_BOUND, SAVED_BOUND, by_kind, predict
 from lablib.toys.transformer import Transformer
 from tests import torch_schedules
+from tests.evidence.cases import Case, case_model
+from tests.evidence.grid import FAMILIES, grid
+from tests.evidence.oracles import build_model, make_optimizer, measure_case
+from tests.evidence.oracles import measurement as memory_tracker
+from tests.evidence.oracles.measurement import MomentTracker, one_forward_one_backward
+from tests.evidence.oracles.models import optimizer_groups, split_model
+from tests.evidence.oracles.paper import PaperTransformer
+from tests.evidence.verdict import KINDS, PEAK_BOUND, SAVED_BOUND, by_kind, predict
 
 AS_STORED = torch_facts(torch.__version__).fsdp2_reduces_as_stored
 GPT = replace(case_model("gpt2", "tiny"), ffn=4 * 48)  # as the formulas of the paper have it

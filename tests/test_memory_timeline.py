@@ -30,10 +30,10 @@ from lablib.cli.main import app
 from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
-from lablib.proof.cases import Case, case_model
-from lablib.proof.grid import BESIDE
-from lablib.proof.real_runs import allocated_peak
 from lablib.toys.transformer import Transformer, tiny_config
+from tests.evidence.cases import Case, case_model
+from tests.evidence.grid import BESIDE
+from tests.evidence.real_runs import allocated_peak
 from tests.processes import new_seed
 
 INT64 = 8

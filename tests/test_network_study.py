@@ -30,14 +30,13 @@ from lablib.calc.runs.network_study import (
     seconds_of,
     two_hosts,
 )
-from lablib.launch.communication import network_study
-from lablib.launch.communication import study as study_module
-from lablib.launch.communication.cluster import why_not
-from lablib.launch.communication.study import NAME, measure
 from lablib.launch.records import RECORD_SWITCH, recorded
 from lablib.toys.transformer import Transformer, tiny_config
+from tests.scripts import lab_script
 
-REFUSED = why_not()
+script = lab_script("network_study")
+NAME = "10_network_study"
+REFUSED = script.why_not()
 needs_hosts = pytest.mark.skipif(REFUSED is not None, reason=f"no cluster on this machine: {REFUSED}")
 RATE = "200 Mb/s"
 WIDE = 1e9  # bytes per second inside a host
@@ -163,9 +162,7 @@ def test_bytes_of_the_layouts_by_hand() -> None:
 @needs_hosts
 def test_a_real_job_counts_the_predicted_bytes() -> None:
     """The cards of the hosts carry what the formulas say, and all layouts train the same model."""
-    with pytest.raises(ValueError, match=r"parts=\['latency'\]"):
-        measure(parts=("latency",))
-    samples = measure(SMALL)
+    samples = script.measure(SMALL)
     counted = {"ddp": [], "placement": []}
     for sample in samples:
         assert sample["seconds"] > 0
@@ -200,15 +197,10 @@ def test_a_real_job_counts_the_predicted_bytes() -> None:
 
 
 def test_without_a_cluster_the_record_is_replayed(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The reader gets the reason in one sentence, and the recorded samples."""
     monkeypatch.delenv(RECORD_SWITCH, raising=False)
-    monkeypatch.setattr(study_module, "why_not", lambda: "this kernel has no namespaces")
-    study = network_study()
-    assert study.refused == "this kernel has no namespaces"
-    assert study.samples == recorded(NAME).samples
-    said = capsys.readouterr().out
-    assert "No cluster on this machine: this kernel has no namespaces." in said
-    assert f"replaying {NAME}" in said
+    monkeypatch.setattr(script, "why_not", lambda: "this kernel has no namespaces")
+    assert script.study(SMALL) == {"samples": recorded(NAME).samples, "refused": "this kernel has no namespaces"}
+    assert f"replaying {NAME}" in capsys.readouterr().out
 
 
 def test_what_the_record_says() -> None:

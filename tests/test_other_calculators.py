@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, GiB, MiB
-from lablib.cli.main import app
 from lablib.launch.records import repository_root
-from lablib.proof import comparison
-from lablib.proof import other_calculators as others
-from lablib.proof.cases import Case
-from lablib.proof.comparison import deepspeed_record, drifted, held_bytes, meta_model, summary
-from lablib.proof.grid import grid
-from lablib.proof.headline import OTHERS, read_table
-from lablib.proof.other_calculators import (
+from tests.evidence import comparison
+from tests.evidence import other_calculators as others
+from tests.evidence.__main__ import app
+from tests.evidence.cases import Case
+from tests.evidence.comparison import deepspeed_record, drifted, held_bytes, meta_model, summary
+from tests.evidence.grid import grid
+from tests.evidence.headline import OTHERS, read_table
+from tests.evidence.other_calculators import (
     CALCULATORS,
     QUANTITIES,
     Calculator,

@@ -7,8 +7,8 @@ from itertools import combinations, product
 
 import pytest
 
-from lablib.proof.cases import FACTORS, Case
-from lablib.proof.grid import BESIDE, LANDMARKS, RULES, Pair, Rule, allowed_pairs, choose, grid, pairs_of
+from tests.evidence.cases import FACTORS, Case
+from tests.evidence.grid import BESIDE, LANDMARKS, RULES, Pair, Rule, allowed_pairs, choose, grid, pairs_of
 
 
 def everything(factors: dict, rules: list[Rule]) -> list[dict]:

@@ -16,7 +16,6 @@ from lablib.calc.layouts.planner import (
     LLAMA3,
     MEASURED_RUNS,
     NARAYANAN,
-    UNFITTED,
     Cluster,
     Layout,
     Run,
@@ -27,7 +26,6 @@ from lablib.calc.layouts.planner import (
     layout_peak,
     model_limits,
     not_modelled,
-    place_of_published,
     plan,
     plan_reasons,
     predict_run,
@@ -44,8 +42,9 @@ from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
 from lablib.calc.schedules import chunk_layers, layers_per_stage, schedule, simulate
 from lablib.cli.main import app
-from lablib.proof.planner import errors, measured_runs, read_planner_table
-from lablib.proof.planner.verdicts import seconds_of
+from tests.evidence.planner.runs import UNFITTED, measured_runs
+from tests.evidence.planner.table import read_planner_table
+from tests.evidence.planner.verdicts import errors, place_of_published, seconds_of
 from tests.processes import new_seed
 
 FULL = Rates()
@@ -530,6 +529,8 @@ def test_most_published_layouts_are_among_the_first_five() -> None:
         print(f"{one.run.paper.split(' (')[0]:<24}{one.run.name:<24}{where}")
     assert sum(one.place is not None and one.place <= 5 for one in found) >= 0.7 * len(found)
     assert all(one.place is not None for one in found if one.run.cp > 1), "layouts with cp are among those counted"
+    quoted = [(one["name"], one["place"], one["of"]) for one in read_planner_table()["places"]]
+    assert quoted == [(one.run.name, one.place, one.of) for one in found]
 
 
 def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:

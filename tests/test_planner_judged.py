@@ -27,24 +27,11 @@ from lablib.calc.layouts.planner import (
 )
 from lablib.calc.models import preset
 from lablib.calc.precision import recipe
-from lablib.proof.planner import (
-    PLANNER_TABLE,
-    SOURCES,
-    Row,
-    concordance,
-    errors,
-    fit_rates,
-    is_fitted,
-    measured_runs,
-    one_constant,
-    read_planner_table,
-    rows_of,
-    runs_of,
-)
-from lablib.proof.planner.fitting import START, as_point, from_point
-from lablib.proof.planner.table import short_form
-from lablib.proof.planner.verdicts import first_choices, seconds_of
 from lablib.view.layouts import predicted_over_measured, step_parts
+from tests.evidence.planner.fitting import START, Row, as_point, fit_rates, from_point, rows_of
+from tests.evidence.planner.runs import ROWS, SOURCES, is_fitted, measured_runs, runs_of
+from tests.evidence.planner.table import PLANNER_TABLE, read_planner_table, short_form
+from tests.evidence.planner.verdicts import concordance, errors, first_choices, one_constant, seconds_of
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +69,15 @@ def test_a_prediction_is_the_same_on_both_roads(rows: list[Row]) -> None:
         assert math.exp(-row.log_ratio(FITTED)) == pytest.approx(1 + predicted.error)
 
 
-VTRAIN = """Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)
-3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5
-"""
-FOUNDRY = """Model,SeqLen (T),# GPUs,GPU,MicroBatchSize,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,Sharding Strategy,Activation Checkpointing
-30b,2048,512,h100_80gb,8,4096,1083366,amp_bf16,DEFAULT,FULL_SHARD,True
-1b,512,8,h100_80gb,56,1792,562155,amp_fp8,DEFAULT,FULL_SHARD,False
-"""
-
-
-def test_rows_of_a_source_are_read_as_it_publishes_them(tmp_path: Path) -> None:
-    """A row of vTrain's file and one of LLM Foundry's table are the rows that the fit has; FP8 is left out."""
-    known = {(run.paper, run.name, run.tp, run.pp, run.micro_batch, run.seq): run for run in measured_runs()}
-    for name, text in (("vtrain.csv", VTRAIN), ("foundry.csv", FOUNDRY)):
-        path = tmp_path / name
-        path.write_text(text)
-        (run,) = runs_of(path)
-        assert run == known[run.paper, run.name, run.tp, run.pp, run.micro_batch, run.seq]
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="neither vTrain's"):
-        runs_of(tmp_path / "other.csv")
+def test_rows_of_your_own_are_read_in_the_columns_of_the_file(tmp_path: Path) -> None:
+    """The file's own first row is the run that the fit has; a file without a column is told which."""
+    lines = ROWS.read_text().splitlines()
+    own, other = tmp_path / "own.csv", tmp_path / "other.csv"
+    own.write_text("\n".join(lines[:2]))
+    assert runs_of(own) == [measured_runs()[0]]
+    other.write_text("\n".join(line.rpartition(",")[0] for line in lines[:2]))
+    with pytest.raises(ValueError, match=r"other.csv: the columns seconds of measured_runs.csv are missing"):
+        runs_of(other)
 
 
 def test_constants_survive_the_way_to_a_point_and_back() -> None:

@@ -21,7 +21,10 @@ HOME = "lablib/launch/torch_private.py"
 #: Private names elsewhere, by file and name, each with the reason why it stays there.
 REVIEWED = {
     ("lablib/launch/recompute/runs.py", "torch.ops.aten._scaled_dot_*"): "operators keep their names: files hold them",
-    ("lablib/proof/oracles/context.py", "torch.ops.aten._scaled_dot_*"): "the CPU's kernels, by their operators' names",
+    (
+        "tests/evidence/oracles/context.py",
+        "torch.ops.aten._scaled_dot_*",
+    ): "the CPU's kernels, by their operators' names",
     ("lablib/launch/measure/flight_recorder.py", "torch._C"): "the function itself says what is missing",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
     ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",

@@ -17,8 +17,8 @@ from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFact
 from lablib.launch.layouts.torch_schedules import OwnStage
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.launch.torch_private import FakeStore, MemTracker
-from lablib.proof.oracles.measurement import MomentTracker
 from lablib.toys import torch_names
+from tests.evidence.oracles.measurement import MomentTracker
 
 HERE = torch_facts(torch.__version__)
 

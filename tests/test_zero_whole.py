@@ -11,9 +11,9 @@ import torch
 from lablib.calc.memory import Stage, run_config, training_memory
 from lablib.calc.memory.formulas import greedy_partition, parts_of_ranks
 from lablib.calc.memory.timeline import memory_timeline
-from lablib.proof.cases import Case
-from lablib.proof.oracles import build_model
-from lablib.proof.oracles.models import fullest_rank, states_of_every_rank
+from tests.evidence.cases import Case
+from tests.evidence.oracles import build_model
+from tests.evidence.oracles.models import fullest_rank, states_of_every_rank
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 

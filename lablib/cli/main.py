@@ -19,7 +19,6 @@ from lablib.cli.fit import fit
 from lablib.cli.graduate import graduate
 from lablib.cli.memory import memory
 from lablib.cli.memory_snapshot import memory_snapshot
-from lablib.cli.memory_table import memory_peers, memory_table
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, report
 from lablib.cli.schedule import schedule
@@ -82,8 +81,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(memory)
-app.command()(memory_table)
-app.command()(memory_peers)
 app.command()(memory_snapshot)
 app.command()(fit)
 app.command()(plan)

@@ -13,34 +13,24 @@ from tests.bench.harness import Result
 
 def results() -> list[Result]:
     """Return the worst error of each kind, in percent, and how many numbers are not those of the table."""
-    from lablib.proof.grid import grid
-    from lablib.proof.headline import read_table
-    from lablib.proof.table import comparisons, drifted, measured_row, worst_by_kind
-    from lablib.proof.verdict import PEAK_BOUND, SAVED_BOUND
+    from tests.evidence.grid import grid
+    from tests.evidence.headline import read_table
+    from tests.evidence.table import comparisons, drifted, measured_row
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rows = [measured_row(case) for case in grid()]
-    moved = drifted(rows, read_table())
+    table = read_table()
+    moved = drifted(rows, table)
     for sentence in moved:
         print(sentence, file=sys.stderr)
-    worst = worst_by_kind(rows)
-    errors = {
-        kind: [
-            100 * max(abs(c.error) for c in comparisons(row) if c.what.startswith(kind))
+    found = []
+    for kind, limit in table["bounds"].items():
+        errors = {
+            row["name"]: 100 * max(abs(c.error) for c in numbers)
             for row in rows
-            if any(c.what.startswith(kind) for c in comparisons(row))
-        ]
-        for kind in worst
-    }
-    limits = {"states": 0.0, "saved": SAVED_BOUND, "peak": PEAK_BOUND}
-    found = [
-        Result(
-            f"memory, {kind}: worst of {len(errors[kind])} cases ({worst[kind][0]})",
-            100 * abs(worst[kind][1].error),
-            100 * limit,
-            "%",
-            samples={kind: errors[kind]},
-        )
-        for kind, limit in limits.items()
-    ]
+            if (numbers := [c for c in comparisons(row) if c.what.startswith(kind)])
+        }
+        worst = max(errors, key=errors.get)
+        name = f"memory, {kind}: worst of {len(errors)} cases ({worst})"
+        found.append(Result(name, errors[worst], 100 * limit, "%", samples={kind: list(errors.values())}))
     return [*found, Result("memory, numbers that are not the table's", len(moved), 0, "numbers")]

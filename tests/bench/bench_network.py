@@ -11,10 +11,12 @@ import time
 
 from lablib.calc.communication import collective_time, fit_line, fit_pieces, tcp_bandwidth
 from lablib.calc.units import parse_bandwidth
-from lablib.launch.communication.cluster import Cluster, throttle, why_not
 from lablib.launch.ranks import run_ranks
 from tests.bench.bench_toys import slowest
 from tests.bench.harness import Result, median
+from tests.scripts import lab_script
+
+two_hosts = lab_script("two_hosts")
 
 LAUNCHES = 3  # the hosts are made anew; what is pooled are the rounds of all
 ROUNDS = 5
@@ -26,7 +28,7 @@ LOOPBACK_ROUNDS, PIECES = 14, 3
 
 def missing() -> str:
     """Return what keeps this machine from having two hosts, or ""."""
-    return f"network: {refused}" if (refused := why_not()) else ""
+    return f"network: {refused}" if (refused := two_hosts.why_not()) else ""
 
 
 def throttled() -> dict[str, list[float]]:
@@ -42,7 +44,7 @@ def throttled() -> dict[str, list[float]]:
         for rate, sizes in SIZES.items():
             dist.barrier()
             if dist.get_rank() == 0:
-                throttle(rate)
+                two_hosts.throttle(rate)
             dist.barrier()
             ring_all_reduce(torch.ones(2**18))  # TCP finds the new bandwidth
             for size in sizes:
@@ -93,7 +95,7 @@ def results() -> list[Result]:
     """Measure on two hosts and on loopback."""
     samples: dict[str, list[float]] = {}
     for _ in range(LAUNCHES):
-        with Cluster(2) as cluster:
+        with two_hosts.Cluster(2) as cluster:
             for name, times in slowest(cluster.run_ranks(throttled, timeout=300)).items():
                 samples.setdefault(name, []).extend(times)
     rows = []

@@ -30,7 +30,7 @@ from lablib.calc.memory.formulas import autocast_activations, stage_memory, trai
 from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
 from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, When, find_term
+from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, find_term
 
 __all__ = [
     "ATTENTION",
@@ -47,7 +47,6 @@ __all__ = [
     "RunConfig",
     "Stage",
     "Verdict",
-    "When",
     "autocast_activations",
     "check_reserve",
     "current_names",

@@ -3,18 +3,12 @@
 A term is computed in `formulas`, in `timeline` or on a tape. Whoever lists, explains, compares or draws terms reads
 them here. A name may have a part behind a dot: "activations.norms", "recomputed.mlp". `MemoryBreakdown`, which
 `training_memory` returns, holds bytes by term, in three groups that sum to the total.
-
-Kinds are the labels of PyTorch's trackers (`torch.distributed._tools`, mem_tracker.py and fsdp2_mem_tracker.py). They
-label a tensor when it is made, by who is running then: forward makes activations, backward makes temporaries, the
-optimizer makes optimizer states. Hooks relabel a few: a gradient once a parameter has it, FSDP2's buffers once a
-collective gets them. The calculator names what a tensor is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
@@ -27,22 +21,6 @@ PIPELINING = "PyTorch, torch.distributed.pipelining"
 ADAM = "PyTorch, torch/optim/adam.py"
 
 
-class When(NamedTuple):
-    """The circumstances that a tracker's label may depend on.
-
-    Attributes:
-        phase: Of the step.
-        at: The operator that runs.
-        recompute: "none", "selective" or "full".
-        fsdp2: Whether FSDP2 shards the run, so that FSDPMemTracker is asked.
-    """
-
-    phase: str
-    at: str
-    recompute: str
-    fsdp2: bool
-
-
 @dataclass(frozen=True)
 class Term:
     """One term.
@@ -52,7 +30,6 @@ class Term:
         role: "weights", "gradients", "optimizer", "activations" or "buffers": its colour in pictures.
         formula: How it is counted, in the letters of `lablib.calc.memory.timeline.explain`.
         source: Where the formula can be checked.
-        kind: What PyTorch's trackers call it, or a function that says so; None where none was asked.
         proof: "exact": it follows from counting. "measured": tests hold it to PyTorch; "fsdp2": under FSDP2 alone.
             "unproven": no oracle on a CPU can see it.
         running: Whether its size is that of what the running operator makes, or needs.
@@ -62,37 +39,19 @@ class Term:
     role: str
     formula: str
     source: str
-    kind: str | Callable[[When], str] | None = None
     proof: str = "measured"
     running: bool = False
 
 
-def _recomputed(when: When) -> str:
-    # MemTracker knows that forward runs again while a module of the block does. What a block's own forward makes
-    # between its modules, the stream, counts as backward's; so does selective recomputation, which runs a function.
-    # FSDPMemTracker asks FSDP2's units alone, whose hooks are outside of what runs again.
-    return "activations" if when.recompute == "full" and not when.fsdp2 else "temporary"
-
-
-def _reducing(during: str, else_: str) -> Callable[[When], str]:
-    return lambda when: during if when.at == "reduce-scatter" else else_
-
-
-def _made_now(when: When) -> str:
-    return "activations" if when.phase in ("forward", "loss") else "temporary"
-
-
-def _terms(role: str, source: str, *terms: tuple, **how: object) -> dict[str, Term]:
-    """Terms of one role and source: (name, formula, kind) each, the kind left out where no tracker was asked."""
-    return {name: Term(name, role, formula, source, *kind, **how) for name, formula, *kind in terms}
+def _terms(role: str, source: str, *terms: tuple[str, str], **how: object) -> dict[str, Term]:
+    """Terms of one role and source, (name, formula) each."""
+    return {name: Term(name, role, formula, source, **how) for name, formula in terms}
 
 
 ADAM_PAPER = "Kingma and Ba 2014 (arXiv 1412.6980)"
 TERMS: dict[str, Term] = {
-    # States. The master copy is a module of parameters like any other.
-    **_terms(
-        "weights", ZERO, ("weights", "bytes of a weight × ψ (/ N where weights are sharded)", "weights"), proof="exact"
-    ),
+    # States.
+    **_terms("weights", ZERO, ("weights", "bytes of a weight × ψ (/ N where weights are sharded)"), proof="exact"),
     **_terms(
         "weights",
         DETTMERS,
@@ -103,84 +62,67 @@ TERMS: dict[str, Term] = {
     **_terms(
         "gradients",
         ZERO,
-        ("gradients", "bytes of a gradient × parameters whose backward is done (/ N where sharded)", "gradients"),
+        ("gradients", "bytes of a gradient × parameters whose backward is done (/ N where sharded)"),
         proof="exact",
     ),
     **_terms("gradients", "The Ultra-Scale Playbook (Hugging Face)", ("gradient_accumulation", "4 ψ"), proof="exact"),
     **_terms(
         "optimizer", "Megatron-LM documentation, distributed optimizer", ("gradient_copy", "4 ψ / N"), proof="exact"
     ),
-    **_terms(
-        "optimizer", ZERO, ("master_weights", "4 ψ (/ N where the optimizer is sharded)", "weights"), proof="exact"
-    ),
+    **_terms("optimizer", ZERO, ("master_weights", "4 ψ (/ N where the optimizer is sharded)"), proof="exact"),
     **_terms(
         "optimizer",
         ADAM_PAPER,
-        ("momentum", "bytes of a moment × ψ (/ N)", "optimizer"),
-        ("variance", "bytes of a moment × ψ (/ N)", "optimizer"),
+        ("momentum", "bytes of a moment × ψ (/ N)"),
+        ("variance", "bytes of a moment × ψ (/ N)"),
         proof="exact",
     ),
-    # What forward keeps. The batch was there before forward began.
-    **_terms("activations", KORTHIKANTI, ("activations", "what operators of a block keep for backward", "activations")),
-    **_terms("activations", AUTOGRAD, ("activations.tokens", "token ids", "inputs")),
+    # What forward keeps.
+    **_terms("activations", KORTHIKANTI, ("activations", "what operators of a block keep for backward")),
+    **_terms("activations", AUTOGRAD, ("activations.tokens", "token ids")),
     **_terms(
         "buffers",
         "PyTorch, torch.amp",
-        ("weight_casts", "bytes of a cast × matrices used so far, until their backward", "activations"),
+        ("weight_casts", "bytes of a cast × matrices used so far, until their backward"),
     ),
     **_terms(
         "activations",
         LOSS,
-        ("logits", "bytes of a value × n V", "activations"),
-        ("logits_fp32", "4 n V: cross-entropy reads fp32", "activations"),
-        ("logits_gradients", "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back", "temporary"),
+        ("logits", "bytes of a value × n V"),
+        ("logits_fp32", "4 n V: cross-entropy reads fp32"),
+        ("logits_gradients", "4 n V for log-probabilities, 4 n V for fp32 logits, and the cast back"),
     ),
-    **_terms(
-        "activations", "transformers, masking_utils", ("attention_mask", "bytes of a value × b s²", "activations")
-    ),
-    # A received gradient is outside of backward, before it begins: it is what the next stage sent.
+    **_terms("activations", "transformers, masking_utils", ("attention_mask", "bytes of a value × b s²")),
     **_terms(
         "activations",
         PIPELINING,
-        ("stage_outputs", "bytes of a value × n h × micro-batches in flight", "activations"),
+        ("stage_outputs", "bytes of a value × n h × micro-batches in flight"),
         ("stage_inputs", "bytes of a value × n h × micro-batches in flight"),
-        ("received_gradient", "bytes of a value × n h: held until the stage's backward ends", "activations"),
+        ("received_gradient", "bytes of a value × n h: held until the stage's backward ends"),
     ),
     # Made in forward, or when it runs again; kept or not.
     **_terms(
         "activations",
         AUTOGRAD,
-        ("forward_values", "what forward holds and backward will not need", "activations"),
-        ("recomputed", "what the replay of the block has made again for its backward", _recomputed),
-        ("recomputed_values", "what the replay holds and backward will not need", _recomputed),
-        ("recomputed_stream", "the stream behind attention, which the replay of the block made", "temporary"),
+        ("forward_values", "what forward holds and backward will not need"),
+        ("recomputed", "what the replay of the block has made again for its backward"),
+        ("recomputed_values", "what the replay holds and backward will not need"),
+        ("recomputed_stream", "the stream behind attention, which the replay of the block made"),
         running=True,
     ),
     **_terms(
-        "buffers",
-        AUTOGRAD,
-        ("operator_temporaries", "what one operator's backward makes for itself", _made_now),
-        running=True,
+        "buffers", AUTOGRAD, ("operator_temporaries", "what one operator's backward makes for itself"), running=True
     ),
     # Made in backward.
     **_terms(
         "activations",
         ENGINE,
-        ("activation_gradients", "gradients of activations that wait for an operator", "temporary"),
-        (
-            "adapter_gradients",
-            "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's",
-            "temporary",
-        ),
+        ("activation_gradients", "gradients of activations that wait for an operator"),
+        ("adapter_gradients", "bytes of a value × n r: of A x, until A's backward has run, the last of a layer's"),
         running=True,
     ),
-    # A gradient gets its label when a parameter gets it. Until then it was made in backward like any other tensor:
-    # while the operator that makes it runs, and while the first of two gradients of a tied table waits.
     **_terms(
-        "gradients",
-        ENGINE,
-        ("new_gradients", "gradients of parameters that the running operator makes", "temporary"),
-        running=True,
+        "gradients", ENGINE, ("new_gradients", "gradients of parameters that the running operator makes"), running=True
     ),
     **_terms(
         "gradients",
@@ -188,45 +130,28 @@ TERMS: dict[str, Term] = {
         (
             "tied_gradient",
             "bytes of a gradient × V h: the head's, the embedding's, and their sum if the head's is a view",
-            "temporary",
         ),
     ),
-    # Data parallelism. A unit's weights are labelled when all of them have been copied out of the buffer. Buffers of a
-    # reduce-scatter get theirs with the collective; fullest is the instant when gradients have been copied into them.
+    # Data parallelism.
     **_terms(
         "buffers",
         FSDP,
-        ("gathered_weights", "root and unit in use, whole, at the bytes of a gathered value", "gathered weights"),
-        (
-            "arriving_weights",
-            "the unit that is copied out of its buffer, at the bytes of a gathered value",
-            "activations",
-        ),
-        (
-            "all_gather_buffers",
-            "buffers of the unit in use and of the next, as large as they are",
-            "all-gather buffers",
-        ),
-        (
-            "reduce_scatter_buffers",
-            "the last unit's gradients, padded, in the dtype of the reduction",
-            _reducing("temporary", "reduce-scatter buffers"),
-        ),
+        ("gathered_weights", "root and unit in use, whole, at the bytes of a gathered value"),
+        ("arriving_weights", "the unit that is copied out of its buffer, at the bytes of a gathered value"),
+        ("all_gather_buffers", "buffers of the unit in use and of the next, as large as they are"),
+        ("reduce_scatter_buffers", "the last unit's gradients, padded, in the dtype of the reduction"),
         proof="fsdp2",
     ),
-    # FSDP2's gradients are labelled by the tracker when their unit's reduction begins, the root's at the very end.
     **_terms(
         "gradients",
         FSDP,
-        ("unsharded_gradients", "whole gradients of the unit in use", _reducing("unsharded gradients", "temporary")),
-        ("reduced_shards", "the unit's shard in the dtype of the reduction, and in that of the weights", "temporary"),
-        ("root_gradients", "whole gradients of the root, which wait for the end of backward", "temporary"),
+        ("unsharded_gradients", "whole gradients of the unit in use"),
+        ("reduced_shards", "the unit's shard in the dtype of the reduction, and in that of the weights"),
+        ("root_gradients", "whole gradients of the root, which wait for the end of backward"),
         proof="fsdp2",
     ),
     **_terms(
-        "buffers",
-        "PyTorch, DistributedDataParallel",
-        ("gradient_buckets", "DDP's buckets, as large as all gradients", "gradient buckets"),
+        "buffers", "PyTorch, DistributedDataParallel", ("gradient_buckets", "DDP's buckets, as large as all gradients")
     ),
     **_terms("buffers", ZERO, ("communication_buckets", "two buckets of ZeRO, or the largest unit"), proof="unproven"),
     **_terms(
@@ -241,18 +166,18 @@ TERMS: dict[str, Term] = {
         ("dummy_weight_gradients", "bytes of a weight × every shape of the blocks' matrices, once"),
         proof="unproven",
     ),
-    **_terms("buffers", "torchtitan, models/common/rope.py", ("rotary_tables", "4 s d for each block", "buffers")),
+    **_terms("buffers", "torchtitan, models/common/rope.py", ("rotary_tables", "4 s d for each block")),
     **_terms("buffers", KORTHIKANTI, ("recomputed_layer", "what the largest layer computes again"), proof="unproven"),
-    # The optimizer. What is made between the hooks before and behind its step is labelled as its own, states or not.
+    # The optimizer.
     **_terms(
         "gradients",
         "torch.optim: one dtype a parameter",
-        ("master_gradients", "4 ψ / N: an fp32 copy for the optimizer", "gradients"),
+        ("master_gradients", "4 ψ / N: an fp32 copy for the optimizer"),
     ),
     **_terms(
         "optimizer",
         ADAM,
-        ("optimizer_temporaries", "√variance of all tensors (foreach), or of the largest ones (for-loop)", "optimizer"),
+        ("optimizer_temporaries", "√variance of all tensors (foreach), or of the largest ones (for-loop)"),
     ),
 }
 ROLES = ("weights", "gradients", "optimizer", "activations", "buffers")

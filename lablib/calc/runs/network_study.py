@@ -1,6 +1,6 @@
 """The study of a cluster of two hosts as rows, each with a prediction beside the measurement.
 
-`lablib.launch.communication` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
+`labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
 of one repetition each, taken from the slowest rank. A sample knows its conditions:
 
     part          what else it has, beside "seconds" and "turn" (its repetition)
@@ -125,9 +125,7 @@ class LinkFit:
     """Latency and bandwidth between two ranks, from exchanges of many sizes.
 
     Attributes:
-        where: "inside" a host, "across" two hosts, or "ring".
-        rate: Of the link across, as text.
-        line: The fitted t = α + S/W; its `.latency`, `.bandwidth` and `.residuals`.
+        line: The fitted t = α + S/W.
         sizes: S of each point in bytes.
         medians: The time of each in seconds.
         predicted_bandwidth: What TCP can carry on a link of this rate, bytes per second; infinite inside.
@@ -187,13 +185,7 @@ def two_hosts(samples: Sequence[Sample]) -> Cluster:
 
 @dataclass(frozen=True)
 class AllReduceRow:
-    """One algorithm at one size.
-
-    Attributes:
-        algorithm: A name of `lablib.calc.communication.algorithms.ALGORITHMS`, or "hierarchical_all_reduce".
-        bytes: S.
-        predicted: Seconds, from the fitted link.
-    """
+    """One algorithm at one size of S bytes; seconds, predicted from the fitted link."""
 
     algorithm: str
     bytes: int
@@ -240,10 +232,7 @@ class ScalingRow:
     Attributes:
         rate: As text, or None if not throttled; the prediction is then what a link without cost would give.
         bytes_across: Bytes that leave a host in a step.
-        compute: Seconds of a step without communication.
-        measured: Median seconds of a step.
-        predicted_efficiency: compute / predicted.
-        efficiency: compute / measured.
+        compute: Seconds of a step without communication, by which an efficiency divides.
     """
 
     rate: str | None
@@ -264,18 +253,8 @@ def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
         raw = tuple(seconds_of(steps, rate=rate))
         sample = next(s for s in steps if s["rate"] == rate)
         step, measured = predicted_ddp_step(samples, sample), median(raw)
-        rows.append(
-            ScalingRow(
-                rate,
-                sample["bytes_across"],
-                step.compute,
-                step.step,
-                measured,
-                step.compute / step.step,
-                step.compute / measured,
-                raw,
-            )
-        )
+        efficiencies = step.compute / step.step, step.compute / measured
+        rows.append(ScalingRow(rate, sample["bytes_across"], step.compute, step.step, measured, *efficiencies, raw))
     return sorted(rows, key=lambda row: link_bandwidth(row.rate), reverse=True)
 
 
@@ -285,12 +264,8 @@ class SavingsRow:
 
     Attributes:
         variant: One of `STUDY_VARIANTS`.
-        rate: Of the link, as text.
         bytes_across: Bytes that leave a host for each micro-batch.
-        measured: Median seconds of a micro-batch.
         bought: The measured time of "buckets" over this one's; above 1 it is faster.
-        predicted_bought: The same of the predicted times.
-        samples: The raw seconds of a micro-batch.
     """
 
     variant: str
@@ -354,14 +329,11 @@ class PlacementRow:
     """One layout at one rate.
 
     Attributes:
-        layout: One of `STUDY_LAYOUTS`.
-        rate: Of the link, as text, or None.
         bytes_across: Bytes that leave a host in a step, by the formula.
         counted: The same, counted by the network card, without what headers take.
         link_seconds: What those bytes take at least, bytes_across / W; 0 on a link that is not throttled.
         predicted: link_seconds and the step's time on the link that is not throttled, one after the other. What
             overlaps makes the step shorter, but never shorter than link_seconds.
-        measured: Median seconds of a step.
         loss: Of the last step; the same for all layouts.
     """
 
@@ -414,17 +386,9 @@ def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
         last = [s for s in steps if s["layout"] == layout and s["rate"] == rate][-1]
         raw = tuple(seconds_of(steps, layout=layout, rate=rate))
         link = last["bytes_across"] / link_bandwidth(rate)
+        counted = payload(last["card_bytes"])
+        predicted = link + median(seconds_of(steps, layout=layout, rate=None))
         rows.append(
-            PlacementRow(
-                layout,
-                rate,
-                last["bytes_across"],
-                tcp_bandwidth(last["card_bytes"]),  # of what the card counted, the data without headers
-                link,
-                link + median(seconds_of(steps, layout=layout, rate=None)),
-                median(raw),
-                last["loss"],
-                raw,
-            )
+            PlacementRow(layout, rate, last["bytes_across"], counted, link, predicted, median(raw), last["loss"], raw)
         )
     return sorted(rows, key=lambda row: row.bytes_across)

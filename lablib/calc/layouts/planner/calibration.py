@@ -2,7 +2,7 @@
 
     predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
 
-A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `lablib.proof.planner` has
+A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `tests/evidence/planner` has
 many more rows, fits the constants to them and judges them.
 
 - Narayanan et al. 2021 (arXiv 2104.04473), tables 1 and 2: A100 80 GB, DGX nodes with 8 HDR cards; activations are
@@ -18,7 +18,7 @@ many more rows, fits the constants to them and judges them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from lablib.calc.flops import step_flops
@@ -217,21 +217,6 @@ MEASURED_RUNS: tuple[Run, ...] = (
     _llama3(8192, 1, 8192, 2048, 430, "none"),
     _llama3(16384, 1, 8192, 2048, 400, "none"),
     _llama3(16384, 16, 131072, 128, 380, None),
-)
-
-#: Rows that nothing is fitted to. FSDP (arXiv 2304.11277), section 5.4: GPT-175B on up to 512 A100 with 2 Tb/s a node,
-#: at 1 and 2 sequences a device, "more than" these rates, recomputation counted. PyTorch's FSDP over NCCL uses all cards
-#: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
-UNFITTED: tuple[Run, ...] = tuple(
-    replace(
-        narayanan(
-            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, framework=Framework()
-        ),
-        name=f"GPT-175B, batch {micro}",
-        paper="FSDP (arXiv 2304.11277)",
-        table="section 5.4",
-    )
-    for micro, tflops in ((1, 173), (2, 186))
 )
 
 

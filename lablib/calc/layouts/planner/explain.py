@@ -1,21 +1,16 @@
-"""The planner's answer in sentences, and the place of published layouts in it.
+"""The planner's answer in sentences.
 
 `plan_reasons` says why the winner wins: against the runner-up part by part, and against the best layout with one degree
-changed. `place_of_published` gives the planner what a paper printed besides the layout (recomputation, micro-batch,
-ZeRO stage, dtypes, attention) and counts distinct (tp, cp, pp, dp). The Megatron papers had no context parallelism, so
-theirs is fixed at 1; Llama 3's gathers, and is planned as a ring, which is what Megatron-LM's memory is known for. Read
-`plan_reasons` first.
+changed. Read `plan_reasons`
+first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lablib.calc.layouts.planner.calibration import LLAMA3, Run
+from lablib.calc.layouts.planner.calibration import Run
 from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.peak import Counting
-from lablib.calc.layouts.planner.rates import Fitted
-from lablib.calc.layouts.planner.search import Candidate, Plan, plan
+from lablib.calc.layouts.planner.search import Candidate, Plan
 
 PART_NAMES = {
     "matmul": "matrix products",
@@ -114,21 +109,6 @@ WORKED_EXAMPLES = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a published layout stands.
-
-    Attributes:
-        place: 1 for the planner's first choice; None if it thinks that the layout does not fit.
-        slower: How much slower it is predicted to be than the first choice, as a share; None with no place.
-    """
-
-    run: Run
-    place: int | None
-    of: int
-    slower: float | None
-
-
 def counting_of_run(run: Run, zero: int | None = None) -> Counting:
     """Return whose memory a published row's job has: Megatron-LM's, or with ZeRO 2 and 3 that of the papers' kernels.
 
@@ -137,54 +117,3 @@ def counting_of_run(run: Run, zero: int | None = None) -> Counting:
     """
     implementation = "paper" if ((run.zero if zero is None else zero) or 0) > 1 else "megatron"
     return Counting(implementation=implementation, recipe=run.recipe, step="fused")
-
-
-def plan_run(run: Run, fitted: Fitted | None = None) -> Plan:
-    """Return the planner's layouts for a published row.
-
-    Args:
-        fitted: Constants; None means the planner's own.
-    """
-    fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
-    if run.paper != LLAMA3:
-        fixed["cp"] = 1
-    own = {} if fitted is None else {"fitted": fitted}
-    return plan(
-        run.model,
-        gpus=run.gpus,
-        gpu=run.gpu,
-        seq=run.seq,
-        global_batch=run.global_batch,
-        recipe_=run.recipe,
-        attention=run.attention,
-        sequence_parallel=run.sequence_parallel,
-        gpus_per_node=run.gpus_per_node,
-        nic=run.nic,
-        rails=run.rails,
-        framework=run.framework,
-        counting=counting_of_run(run),
-        **own,
-        **{name: value for name, value in fixed.items() if value is not None},
-    )
-
-
-def place_of_published(run: Run, fitted: Fitted | None = None) -> Place:
-    """Return the place of a row's layout.
-
-    Args:
-        fitted: Constants; None means the planner's own.
-    """
-    return place_in_plan(plan_run(run, fitted), run)
-
-
-def place_in_plan(found: Plan, run: Run) -> Place:
-    """Return the place of a row's layout among those of a plan.
-
-    Args:
-        found: What `plan_run` found for the row; `found.at(fitted)` ranks it anew without a new search.
-    """
-    shapes = found.distinct()
-    for number, candidate in enumerate(shapes, start=1):
-        if candidate.layout.shape == (run.tp, run.cp, run.pp, run.dp):
-            return Place(run, number, len(shapes), candidate.step / shapes[0].step - 1)
-    return Place(run, None, len(shapes), None)

@@ -2,7 +2,7 @@
 
     like_this(load, layout).sentence      # "median 7%, worst 24% on 31 measured runs (A100, FSDP, 7B to 30B)"
 
-`measured.json` has a row for each of them, made by `lablib.proof.planner` with `LIKE_THIS` as its columns. Its ratios,
+`measured.json` has a row for each of them, made by `tests/evidence/planner` with `LIKE_THIS` as its columns. Its ratios,
 predicted over measured seconds, are by constants that never saw the row's source. The runs that count are of the same
 generation of GPUs and the same way to shard, of nearly its size and length; where there are fewer than `ENOUGH`, length
 is given up first, then size. Nothing like them was measured of mixtures of experts, of fp32, or of other GPUs.

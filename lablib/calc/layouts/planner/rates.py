@@ -1,7 +1,7 @@
 """How close real runs come to the full rates: the fitted constants of the planner, each with a physical name.
 
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
-    FITTED                                    # all of them; `lablib.proof.planner` fits and judges them
+    FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
 A share is of the full rate: of what large matrix products reach on the GPU (`layout.ACHIEVABLE`), of the memory's
 bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
@@ -141,7 +141,7 @@ class Fitted:
         )
 
 
-#: The result of `lablib.proof.planner.fit_rates` on all rows that are fitted; a test fits again. FlashAttention-2's
+#: The result of `fit_rates` of `tests/evidence/planner` on all rows that are fitted; a test fits again. FlashAttention-2's
 #: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
 #: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
 FITTED = Fitted(

@@ -1,0 +1,196 @@
+"""Step times that others measured and published: where they come from, and each as a `Run` of the planner.
+
+A row of `measured_runs.csv` holds what a prediction needs. What a source does not state is empty, and the fastest choice
+counts, as for the rows of papers in `lablib.calc.layouts.planner.calibration`; `Source.inferred` says what was filled in.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lablib.calc.layouts.planner import MEASURED_RUNS, Framework, Run, counted_flops, narayanan
+from lablib.calc.models import ModelConfig
+
+ROWS = Path(__file__).with_name("measured_runs.csv")
+COLUMNS = ROWS.read_text().partition("\n")[0].split(",")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where rows come from.
+
+    Attributes:
+        what: What ran, on what.
+        inferred: What the source does not state and these rows assume.
+        fitted: Whether the constants are fitted to it; the others only judge.
+    """
+
+    name: str
+    what: str
+    where: str
+    inferred: str = ""
+    fitted: bool = True
+
+
+SOURCES = {
+    source.name: source
+    for source in (
+        Source(
+            name="vtrain-single",
+            what="Megatron-DeepSpeed GPTs of width 1,024 and 2,048 on 2 to 8 A100, full recomputation",
+            where="VIA-Research/vTrain, data/ground_truth_single.csv (MIT)",
+            inferred="fp16, unfused attention with dropout; gradients sent behind the last backward, as DeepSpeed's pipeline does",
+        ),
+        Source(
+            name="vtrain-multi",
+            what="Megatron-DeepSpeed GPTs of 3.6B on 64 and 39.1B on 512 A100, 100 Gb/s a GPU, full recomputation",
+            where="VIA-Research/vTrain, data/ground_truth_multi.csv (MIT)",
+            inferred="as for vtrain-single",
+        ),
+        Source(
+            name="llm-foundry",
+            what="MPT of 125M to 30B under FSDP on 8 to 512 A100 and H100, 512 to 65,536 tokens",
+            where="mosaicml/llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0); its fp8 rows are left out",
+            inferred="Triton's attention kernel, eager PyTorch whose recomputation stops early, 200 and 400 Gb/s a GPU",
+        ),
+        Source(
+            name="nvidia-dgxc",
+            what="GPT-3, Llama 3.1 and Nemotron with NeMo (Megatron-Core) on 8 to 2,304 H100, 400 Gb/s a GPU, bf16",
+            where="NVIDIA/dgxc-benchmarking, one README a model (Apache-2.0); fp8 and mixtures of experts are left out",
+            inferred="recomputation and overlap of tensor parallelism, from the launcher's configuration files",
+        ),
+        Source(
+            name="simumax-b200",
+            what="Llama 3 of 70B and 405B cut to 12 and 4 layers with Megatron-LM on 8 B200, up to 131,072 tokens",
+            where="MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md (Apache-2.0)",
+            inferred="micro-batches of one sequence of 4,096 tokens where none is named",
+        ),
+        Source(
+            name="torchtitan",
+            what="Llama 2 and 3 of 13B and 70B with torchtitan on 64 A100",
+            where="pytorch/torchtitan, docs/performance.md (BSD-3-Clause); rows that recompute per operator are left out",
+            inferred="200 Gb/s a GPU, eager PyTorch",
+        ),
+        Source(
+            name="megascale",
+            what="GPT of 175B with Megatron-LM on 256 to 12,288 A100",
+            where="MegaScale (arXiv 2402.15627), table 2, its rows of Megatron-LM (secondary)",
+            inferred="micro-batches of one sequence, gradients sent behind the last backward: Megatron-LM's default then",
+        ),
+        Source(
+            name="bloom",
+            what="Megatron-DeepSpeed GPTs of 14B to 206B: BLOOM's search over layouts on 8 to 384 A100, 50 GB/s a node",
+            where="bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md (Apache-2.0)",
+            inferred="fp16 where no dtype is named; seconds are of one iteration, and repeats differ by 1 to 7 percent",
+            fitted=False,
+        ),
+        Source(
+            name="internlm",
+            what="InternLM 7B on 8 to 1,024 A100, ZeRO-1 over all of them, 4 x 100 Gb/s a node",
+            where="InternLM/InternLM, doc/en/train_performance.md (Apache-2.0)",
+            inferred="the shape, FlashAttention-2",
+            fitted=False,
+        ),
+        Source(
+            name="kempnerforge",
+            what="Llama shapes of 7B to 175B with PyTorch's FSDP2 and tensor parallelism on 1 to 360 H200, four a node",
+            where="KempnerInstitute/KempnerForge, benchmarks/ (MIT)",
+            inferred="FlashAttention-2, no sequence parallelism; no tuning was claimed",
+            fitted=False,
+        ),
+        Source(
+            name="pytorch-fsdp-2024",
+            what="Llama 2 of 7B and 70B with PyTorch's FSDP on 128 A100 and 96 H100, 50 and 100 Gb/s a GPU",
+            where="pytorch.org, Maximizing training throughput using PyTorch FSDP (2024)",
+            inferred="one shard over all GPUs; eager PyTorch",
+            fitted=False,
+        ),
+    )
+}
+
+
+#: Rows that nothing is fitted to. FSDP (arXiv 2304.11277), section 5.4: GPT-175B on up to 512 A100 with 2 Tb/s a node,
+#: at 1 and 2 sequences a device, "more than" these rates, recomputation counted. PyTorch's FSDP over NCCL uses all cards
+#: of a node at once. The DeepSpeed of Narayanan's ZeRO-3 rows, two years older, got the rate of one.
+UNFITTED: tuple[Run, ...] = tuple(
+    replace(
+        narayanan(
+            96, 12288, 96, 1, 1, 512, 512 * micro, tflops, zero=3, micro_batch=micro, nic=31.25e9, framework=Framework()
+        ),
+        name=f"GPT-175B, batch {micro}",
+        paper="FSDP (arXiv 2304.11277)",
+        table="section 5.4",
+    )
+    for micro, tflops in ((1, 173), (2, 186))
+)
+
+
+def measured_runs(*, fitted: bool | None = None) -> list[Run]:
+    """Return the rows of the file and those of the papers.
+
+    Args:
+        fitted: Only those that the constants are fitted to, or only the others; None means all.
+    """
+    runs = [*runs_of(ROWS), *MEASURED_RUNS, *UNFITTED]
+    return [run for run in runs if fitted is None or is_fitted(run) == fitted]
+
+
+def runs_of(path: Path | str) -> list[Run]:
+    """Return the rows of a file with the columns of `measured_runs.csv`."""
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        if lacking := set(COLUMNS) - set(reader.fieldnames or ()):
+            raise ValueError(f"{path}: the columns {', '.join(sorted(lacking))} of measured_runs.csv are missing")
+        return [_run(row) for row in reader]
+
+
+def is_fitted(run: Run) -> bool:
+    return SOURCES[run.paper].fitted if run.paper in SOURCES else run not in UNFITTED
+
+
+def _run(row: dict[str, str]) -> Run:
+    whole = {name: int(row[name]) for name in ("gpus", "gpus_per_node", "tp", "cp", "pp", "ep", "seq", "global_batch")}
+    yes = {name: row[name] == "1" for name in ("stops_early", "dp_hides", "tp_hides", "pp_hides")}
+    run = Run(
+        name=f"{row['model']} on {row['gpus']}",
+        paper=row["source"],
+        table=SOURCES[row["source"]].where,
+        model=_model(row),
+        gpu=row["gpu"],
+        **whole,
+        tflops=1.0,
+        counts="model",
+        zero=int(row["zero"]),
+        recompute=row["recompute"] or None,
+        micro_batch=int(row["micro_batch"]),
+        virtual_stages=int(row["v"]),
+        sequence_parallel=row["sp"] == "1",
+        attention=row["attention"],
+        framework=Framework(attention=row["kernel"] or "flash-2", kernels=row["kernels"], **yes),
+        recipe=row["recipe"],
+        nic=float(row["nic_gb"]) * 1e9 if row["nic_gb"] else None,
+    )
+    flops = counted_flops(run, run.recompute or "none")
+    return replace(run, tflops=flops / float(row["seconds"]) / run.gpus / 1e12)
+
+
+def _model(row: dict[str, str]) -> ModelConfig:
+    learned = row["positions"] == "learned"
+    return ModelConfig(
+        name=row["model"],
+        # The planner drops out in GPT-2's family alone.
+        family="gpt2" if row["source"].startswith("vtrain") else "llama",
+        num_layers=int(row["layers"]),
+        hidden=int(row["hidden"]),
+        num_heads=int(row["heads"]),
+        num_kv_heads=int(row["kv_heads"]),
+        ffn=int(row["ffn"]),
+        vocab=int(row["vocab"]),
+        max_positions=int(row["seq"]),
+        learned_positions=learned,
+        tied=learned,
+        norm=row["norm"],
+        gated_mlp=row["gated"] == "1",
+    )
