@@ -21,10 +21,7 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch.labs import labs, start_worker
-from lablib.launch.labs import labs as lab_jobs
-from lablib.launch.labs import notebook as lab_notebook
-from lablib.launch.labs import worker as pack
+from lablib.launch import lab_worker, labs
 from lablib.launch.records import experiments
 from lablib.launch.records import samples as gpu_records
 from tests.processes import ended
@@ -64,7 +61,7 @@ def house(tmp_path, monkeypatch):
     """A repository with two small labs."""
     _lab(tmp_path / "labs", "07_small")
     _lab(tmp_path / "labs", "08_other", "steps + 1\nassert 0 < steps < 100")
-    for module in (experiments, labs, pack, gpu_records):
+    for module in (experiments, labs, lab_worker, gpu_records):
         monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
     monkeypatch.delenv("LABLIB_LAB_FOLDER", raising=False)
@@ -140,30 +137,27 @@ def test_a_lab_for_gpus_runs_its_gpu_section_alone_where_there_are_some(house, m
         ("raise SystemExit('a rehearsal')", []), ("## 2. On GPUs", None), ("print('paid', only_gpu, base)", ["gpu"]),
     ]  # fmt: skip
     _write(house / "labs" / "09_paid.ipynb", *cells)
-    monkeypatch.setattr(lab_jobs, "device", lambda gpus: {"gpus": ["H100"] * len(gpus)})
+    monkeypatch.setattr(labs, "get_device", lambda gpus: {"gpus": ["H100"] * len(gpus)})
 
     def parameters(given, gpus):
-        queue = lab_jobs.read_json(lab_jobs.prepare_queue(["9", "7"], given, gpus=gpus))
-        return [lab_jobs.read_json(Path(job))["parameters"] for job in queue["jobs"]]
+        queue = labs.read_json(labs.prepare_queue(["9", "7"], given, gpus=gpus))
+        return [labs.read_json(Path(job))["parameters"] for job in queue["jobs"]]
 
     assert parameters({}, [0, 1]) == [{"only_gpu": True}, {}]
     assert parameters({"only_gpu": False}, [0, 1]) == [{"only_gpu": False}, {}]
     assert parameters({}, []) == [{}, {}]
-    job = lab_jobs.find_job(labs.lab_key(labs.find_lab("9"), {"only_gpu": True}, {"gpus": ["H100"] * 2}, record=False))
-    assert lab_notebook.run(job) is None
-    executed = nbformat.read(job.parent / "09_paid.ipynb", 4)
-    assert executed.cells[-1].outputs[0].text == "paid True 1\n"
-    assert not any("rehearsal" in cell.source for cell in executed.cells)
+    kept = lab_worker.without_rehearsals(nbformat.read(house / "labs" / "09_paid.ipynb", 4))
+    assert [cell.source for cell in kept.cells] == [cells[i][0] for i in (0, 1, 2, 5, 6)]
 
 
 def test_my_own_copy_is_run_where_i_say_so(house):
     _write(house / "work" / "07_small.ipynb", ("steps = 9", ["parameters"]))
-    queue = lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"7.steps": 5}, mine=True))
-    job = lab_jobs.read_json(Path(queue["jobs"][0]))
+    queue = labs.read_json(labs.prepare_queue(["7"], {"7.steps": 5}, mine=True))
+    job = labs.read_json(Path(queue["jobs"][0]))
     assert (job["path"], job["lab"]) == (str(house / "work" / "07_small.ipynb"), "07_small")
     assert job["parameters"] == {"steps": 5}
     # Its code is another, so it is another run than the course's.
-    other = lab_jobs.read_json(Path(lab_jobs.read_json(lab_jobs.prepare_queue(["7"], {"steps": 5}))["jobs"][0]))
+    other = labs.read_json(Path(labs.read_json(labs.prepare_queue(["7"], {"steps": 5}))["jobs"][0]))
     assert other["key"] != job["key"]
 
 
@@ -202,9 +196,10 @@ def _alive(pid):
 def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     gate = house / "gate"
     os.mkfifo(gate)
+    _lab(house / "labs", "09_dies", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     chosen = ["-p", f"7.wait={gate}", "-p", "7.steps=5", "--gpus", "cpu", "--record"]
-    queue = lab_jobs.prepare_queue(["7"], {"wait": str(gate), "steps": 5}, record=True, budget_minutes=10)
-    pid = start_worker(queue)
+    queue = labs.prepare_queue(["7"], {"wait": str(gate), "steps": 5}, record=True, budget_minutes=10)
+    pid = lab_worker.start_worker(queue, labs.acquire_lock())
     _until(lambda: Path(f"{gate}.left").exists() and "waiting" in queue.with_suffix(".log").read_text())
 
     # The terminal goes: SIGHUP reaches its own session, which this process left, and it ignores one even so.
@@ -216,12 +211,8 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     left = int(Path(f"{gate}.left").read_text())
     assert _alive(pid)
     assert _alive(left)
-    # Two `rung labs run` in the same moment: the second is refused, and neither hides the first nor ends it.
-    late = lab_jobs.prepare_queue(["8"])
-    start_worker(late)
-    _until(lambda: lab_jobs.read_json(late)["state"] == "refused")
-    _until(lambda: _job(house, "08_other")[1]["status"] == "stopped")  # it waits for nothing
-    assert lab_jobs.latest_queue() == queue
+    assert not list((house / "mine").glob("*08_other*")), "what is refused leaves no job that waits"
+    assert labs.latest_queue() == queue
     assert rung("stop").exit_code == 0
     _until(lambda: not _alive(pid))
     assert not _alive(left), "what the lab left behind was not ended"
@@ -236,14 +227,15 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
 
     # The same labs again: one goes on and is done, the other one fails, and an archive is left.
     with ended(subprocess.Popen([sys.executable, "-c", f"open({str(gate)!r}, 'w').write('go')"])) as writer:
-        third = rung("run", "7", "8", *chosen, "-p", "8.steps=100", "--pack")
+        third = rung("run", "7", "8", "9", *chosen, "-p", "8.steps=100", "--pack")
         writer.wait(60)
     assert third.exit_code == 1
     assert "5 1 True\n" in third.output  # parameter, record switch and no GPU reached the kernel
     assert "kept from" in third.output  # the sample of the first attempt was not measured again
     assert json.loads(next((path.parent / "samples").iterdir()).read_text()) == sample
-    assert re.search(r"\[2/2\] 08_other: cell \d failed with AssertionError", third.output)
-    assert "1 of 2 labs are done; left: 08_other" in third.output
+    assert re.search(r"\[2/3\] 08_other: cell \d failed with AssertionError", third.output)
+    assert re.search(r"\[3/3\] 09_dies: the kernel died in cell 3: .*want of memory \(dmesg says so\)", third.output)
+    assert "1 of 3 labs are done; left: 08_other, 09_dies" in third.output
     assert "RuntimeWarning" not in third.output
     path, job = _job(house, "07_small")
     assert [attempt["status"] for attempt in job["attempts"]] == ["stopped", "stopped", "done"]
@@ -267,64 +259,49 @@ def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     assert re.search(r"^failed +08_other +cell \d failed with AssertionError", status, re.M)
 
 
-def test_who_only_looks_refuses_nobody(house):
-    looking = lab_jobs.only_queue()
-    looking.__enter__()
-    with pytest.raises(BlockingIOError), lab_jobs.only_queue():
-        pass
-    threading.Timer(0.1, looking.__exit__, (None, None, None)).start()
-    with lab_jobs.only_queue(60):
-        assert lab_jobs.is_running()
+def test_a_look_at_the_lock_refuses_nobody(house):
+    held = labs.acquire_lock()
+    with pytest.raises(BlockingIOError):
+        labs.acquire_lock()
+    threading.Timer(0.1, held.close).start()
+    with labs.acquire_lock():  # waits for as long as a look takes
+        assert labs.is_running()
 
 
 def test_looking_writes_nothing(house):
     """A folder on a disk that can only be read is looked at like any other."""
-    assert not lab_jobs.is_running()
+    assert not labs.is_running()
     assert "no lab was run here yet" in rung("status").output
     assert not (house / "mine").exists()
-    with lab_jobs.only_queue():
-        pass
+    labs.acquire_lock().close()
     lock = house / "mine" / "runs" / "lock"
     lock.chmod(0o444)
     lock.parent.chmod(0o555)
     os.utime(lock, (0, 0))
-    assert not lab_jobs.is_running()
+    assert not labs.is_running()
     assert lock.stat().st_mtime == 0
     lock.parent.chmod(0o755)
 
 
 @pytest.mark.parametrize("content", ["", '{"lab": "07_small"}'])
 def test_a_damaged_job_is_named_and_blocks_only_itself(house, content):
-    damaged, whole = (Path(lab_jobs.read_json(lab_jobs.prepare_queue([lab]))["jobs"][0]) for lab in "78")
+    damaged, whole = (Path(labs.read_json(labs.prepare_queue([lab]))["jobs"][0]) for lab in "78")
     damaged.write_text(content)
     result = rung("status")
     assert result.exit_code == 0
     assert re.search(r"^waiting +08_other", result.output, re.M)
     assert re.search(rf"^damaged +{damaged} is damaged \(.*\): delete it", result.output, re.M)
     assert str(damaged) in json.loads(rung("status", "--json").output)["damaged"][0]
-    again = lab_jobs.read_json(lab_jobs.prepare_queue(["7", "8"]))["jobs"]
+    again = labs.read_json(labs.prepare_queue(["7", "8"]))["jobs"]
     assert again[1] == str(whole)
-    assert lab_jobs.read_job(Path(again[0]))["status"] == "waiting"
+    assert labs.read_job(Path(again[0]))["status"] == "waiting"
     (house / "mine" / "runs" / "9999.json").write_text(content)
-    assert json.loads(lab_jobs.latest_queue().read_text())["jobs"] == again
+    assert json.loads(labs.latest_queue().read_text())["jobs"] == again
 
 
-def test_a_kernel_that_dies_is_a_sentence(house):
-    _lab(house / "labs", "09_dies", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    job = Path(lab_jobs.read_json(lab_jobs.prepare_queue(["9"]))["jobs"][0])
-    assert re.fullmatch(r"the kernel died in cell \d: .*want of memory \(dmesg says so\)", lab_notebook.run(job))
-
-
-def test_a_full_disk_is_a_sentence_with_its_reason(house, monkeypatch, capsys):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    queue = lab_jobs.prepare_queue(["7"])
-    (job,) = lab_jobs.read_json(queue)["jobs"]
-    monkeypatch.setattr(lab_notebook.papermill, "execute_notebook", full)
-    assert lab_notebook.run(Path(job)).startswith("The disk is full: free some room")
-    # The process that runs the labs cannot write down anything, and is gone.
-    lab_jobs.update(queue, state="running")
+def test_a_worker_that_is_gone_is_a_sentence_with_its_reason(house, monkeypatch):
+    queue = labs.prepare_queue(["7"])
+    labs.update(queue, state="running")  # it could write down nothing more
     queue.with_suffix(".log").touch()
     usage = shutil.disk_usage(house)
     monkeypatch.setattr(labs_cli.shutil, "disk_usage", lambda path: usage._replace(free=0))
@@ -337,7 +314,7 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lablib.launch.labs.start_worker", lambda queue: queue.with_suffix(".log").touch())
+    monkeypatch.setattr(lab_worker, "start_worker", lambda queue, lock: queue.with_suffix(".log").touch())
     monkeypatch.setattr(labs_cli.time, "sleep", interrupted)
     result = rung("run", "7", "--gpus", "cpu")
     assert result.exit_code == 130
@@ -346,13 +323,13 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
 
 def test_large_files_stay_behind_and_are_named(house, monkeypatch):
     with pytest.raises(FileNotFoundError, match="run a lab first"):
-        pack.pack_results()
+        lab_worker.pack_results()
     (house / "mine" / "x").mkdir(parents=True)
     (house / "mine" / "x" / "a.json").write_text("{}")
     (house / "mine" / "x" / "w.safetensors").write_text("weights")
-    monkeypatch.setattr(pack, "LARGEST", 10)
+    monkeypatch.setattr(lab_worker, "LARGEST", 10)
     (house / "mine" / "x" / "big.bin").write_text("more than ten")
-    with tarfile.open(pack.pack_results()) as content:
+    with tarfile.open(lab_worker.pack_results()) as content:
         left = "distributed-experiments/LEFT_OUT.txt"
         assert sorted(content.getnames()) == [left, "distributed-experiments/x/a.json"]
         assert content.extractfile(left).read().decode() == "13\tx/big.bin\n7\tx/w.safetensors\n"
@@ -366,7 +343,7 @@ def test_an_archive_unpacks_where_reports_and_records_are_looked_for(house, monk
     record["machine"]["cpu"] = "another machine's"
     (house / "labs" / "recorded" / "02_other.json").write_text(json.dumps(record))
     home = tmp_path / "home"
-    with tarfile.open(pack.pack_results()) as content:
+    with tarfile.open(lab_worker.pack_results()) as content:
         # Debian 12's Python 3.11.2 has no filters, and Python 3.12 warns where none is named.
         content.extractall(home, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     assert (home / "distributed-experiments" / "x" / "runs" / "one-1.json").exists()
@@ -380,7 +357,7 @@ def test_a_damaged_record_is_named_and_packed_beside_the_others(house, capsys, c
     (house / "mine" / "a.json").write_text("{}")
     experiments.save_record("11_speed-2gpu", [{"s": 1.0}], "here")
     (house / "labs" / "recorded" / "02_torn.json").write_text(content)
-    with tarfile.open(pack.pack_results()) as packed:
+    with tarfile.open(lab_worker.pack_results()) as packed:
         names = packed.getnames()
     # At home it replaces no record of that name.
     assert {name for name in names if "recorded" in name} == {
@@ -397,25 +374,24 @@ def test_a_queue_whose_results_cannot_be_packed_ends_and_says_so(house, monkeypa
     def fails():
         raise error
 
-    queue = lab_jobs.prepare_queue(["7"], pack=True)
-    (job,) = lab_jobs.read_json(queue)["jobs"]
-    lab_jobs.update(Path(job), status="done")
-    monkeypatch.setattr(pack, "pack_results", fails)
-    monkeypatch.setattr(pack.signal, "signal", lambda *_: None)
-    assert pack._run(queue) == 0
-    assert lab_jobs.read_json(queue)["state"] == "finished"
+    queue = labs.prepare_queue(["7"], pack=True)
+    (job,) = labs.read_json(queue)["jobs"]
+    labs.update(Path(job), status="done")
+    monkeypatch.setattr(lab_worker, "pack_results", fails)
+    monkeypatch.setattr(lab_worker.signal, "signal", lambda *_: None)
+    assert lab_worker._run(queue) == 0
+    assert labs.read_json(queue)["state"] == "finished"
     assert f"not packed: {error}; try again: rung labs pack" in capsys.readouterr().out
 
 
 def test_a_queue_that_meets_a_damaged_job_stops_and_says_which(house, monkeypatch, capsys):
-    queue = lab_jobs.prepare_queue(["7"])
-    (job,) = lab_jobs.read_json(queue)["jobs"]
+    queue = labs.prepare_queue(["7"])
+    (job,) = labs.read_json(queue)["jobs"]
     Path(job).write_text("{")
-    monkeypatch.setattr(pack.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(pack.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(sys, "argv", ["worker", str(queue)])
-    assert pack.main() == 1
-    assert lab_jobs.read_json(queue)["state"] == "stopped"
+    monkeypatch.setattr(lab_worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(lab_worker.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    assert lab_worker.main(queue) == 1
+    assert labs.read_json(queue)["state"] == "stopped"
     assert f"stopped: {job} is damaged" in capsys.readouterr().out
 
 

@@ -51,24 +51,28 @@ def run(
     detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
-    from lablib.launch.labs import is_running, parse_gpus, prepare_queue
+    from lablib.launch.lab_worker import start_worker
+    from lablib.launch.labs import acquire_lock, parse_gpus, prepare_queue
 
-    if is_running():
-        raise ValueError("labs are already running here; see `rung labs status`, or end them: rung labs stop")
-    queue = prepare_queue(
-        labs,
-        dict(_assignment(text) for text in parameter or []),
-        gpus=parse_gpus(gpus, _gpus_here()),
-        record=record,
-        again=again,
-        budget_minutes=budget_minutes,
-        pack=pack,
-        mine=mine,
-        command=shlex.join(["rung", *sys.argv[1:]]),
-    )
-    from lablib.launch.labs import start_worker
-
-    start_worker(queue)
+    chosen = parse_gpus(gpus, _gpus_here())
+    try:
+        lock = acquire_lock()
+    except BlockingIOError:
+        message = "labs are already running here; see `rung labs status`, or end them: rung labs stop"
+        raise ValueError(message) from None
+    with lock:
+        queue = prepare_queue(
+            labs,
+            dict(_assignment(text) for text in parameter or []),
+            gpus=chosen,
+            record=record,
+            again=again,
+            budget_minutes=budget_minutes,
+            pack=pack,
+            mine=mine,
+            command=shlex.join(["rung", *sys.argv[1:]]),
+        )
+        start_worker(queue, lock)
     if detach:
         typer.echo("started; see `rung labs status`, or follow it: rung labs follow")
         return
@@ -78,7 +82,7 @@ def run(
 @app.command("status")
 def status(as_json: Json = False) -> None:
     """Say what runs, what is done and what is left."""
-    from lablib.launch.labs import all_jobs, is_running, latest_queue, read_job, source_digest
+    from lablib.launch.labs import all_jobs, is_running, latest_queue, read_job
 
     jobs, damaged = [], []
     for path in all_jobs():
@@ -86,11 +90,10 @@ def status(as_json: Json = False) -> None:
             jobs.append(read_job(path) | {"folder": str(path.parent)})
         except ValueError as error:
             damaged.append(str(error))
-    running, source = is_running(), source_digest()
+    running = is_running()
     for job in jobs:
         if job["status"] == "running" and not running:
             job["status"] = "interrupted"
-        job["older_code"] = job["source"] != source
     if as_json:
         queue = latest_queue()
         found = {"running": running, "queue": str(queue) if queue else None, "jobs": jobs, "damaged": damaged}
@@ -137,7 +140,7 @@ def stop() -> None:
 @app.command("pack")
 def pack_results() -> None:
     """Write one archive with all results, to carry off a machine before it is stopped."""
-    from lablib.launch.labs import pack_results
+    from lablib.launch.lab_worker import pack_results
 
     try:
         target = pack_results()
@@ -147,26 +150,17 @@ def pack_results() -> None:
 
 
 def _follow(queue: Path) -> bool:
-    """Print the queue's log until it ends; return whether it did."""
-    from lablib.launch.labs import is_running, read_json
+    """Print the queue's log until its process ends; return whether it did."""
+    from lablib.launch.labs import is_running
 
-    def show(log: object) -> None:
-        # Whole lines' bytes as they come; a multi-byte letter cut in two is no reason to stop.
-        typer.echo(log.read().decode(errors="replace"), nl=False)
-
-    ending = {"finished", "stopped", "refused"}
     try:
         with queue.with_suffix(".log").open("rb") as log:
-            begun = time.monotonic()
-            while read_json(queue)["state"] not in ending:
-                show(log)
-                # A queue that was never begun, or whose process is gone, will never end.
-                if not is_running() and time.monotonic() - begun > 30 and read_json(queue)["state"] not in ending:
-                    break
-                if read_json(queue)["state"] == "running" and not is_running():
-                    break
-                time.sleep(POLL_S)
-            show(log)
+            running = True
+            while running:
+                running = is_running()
+                # Whole lines' bytes as they come; a multi-byte letter cut in two is no reason to stop.
+                typer.echo(log.read().decode(errors="replace"), nl=False)
+                time.sleep(POLL_S if running else 0)
     except KeyboardInterrupt:
         typer.echo("\nstill running; see `rung labs status`, or end it: rung labs stop")
         return False
@@ -177,13 +171,10 @@ def _exit_like(queue: Path, ended: bool) -> None:
     """Exit with 0 if all jobs are done, 1 if one is not, 130 as others do after Ctrl-C while labs still run."""
     from lablib.launch.labs import read_json
 
-    content = read_json(queue)
-    if content["state"] == "refused":  # its log has said why
-        raise typer.Exit(1)
     if not ended:
         raise typer.Exit(128 + signal.SIGINT)
-    if content["state"] not in ("finished", "stopped"):
-        # It could not write down what a full disk did to it.
+    content = read_json(queue)
+    if content["state"] == "running":  # it could not write down what a full disk did to it
         full = shutil.disk_usage(queue.parent).free < FULL_B
         why = f", and the disk of {queue.parent} is full: free some room" if full else ""
         typer.echo(f"rung: the process that ran the labs is gone{why}; the same command goes on", err=True)
@@ -193,21 +184,17 @@ def _exit_like(queue: Path, ended: bool) -> None:
 
 
 def _detail(job: dict) -> str:
-    from lablib.launch.labs import read_json
+    from lablib.launch.labs import progress
 
     attempts = job["attempts"]
     if job["status"] == "running":
-        path = Path(job["folder"]) / "progress.json"
-        if not path.exists():
-            return "starting"
-        progress = read_json(path)
-        return f"cell {progress['cell'] + 1} of {progress['cells']}, since {progress['since'][11:19]} UTC"
+        cell, cells = progress(Path(job["folder"]) / "job.json")
+        return f"cell {cell} of {cells}" if cells else "starting"
     if not attempts:
         return ""
-    text = f"{attempts[-1]['began'][:16]}  {attempts[-1]['seconds']:.0f} s  {Path(job['folder']).name}"
     if attempts[-1]["failure"]:
-        text = attempts[-1]["failure"].splitlines()[0][:120]
-    return text + ("  (by older code)" if job["status"] == "done" and job["older_code"] else "")
+        return attempts[-1]["failure"].splitlines()[0][:120]
+    return f"{attempts[-1]['began'][:16]}  {attempts[-1]['seconds']:.0f} s  {Path(job['folder']).name}"
 
 
 def _gpus_here() -> int:
