@@ -9,124 +9,53 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from lablib.calc.hardware import link
 from lablib.calc.runs import LAB_BUDGETS
-from lablib.cli import doctor
-from lablib.cli import nvidia_smi as smi
+from lablib.cli import doctor_gpu as doctor
+from lablib.cli.doctor import Finding
 from lablib.cli.main import app
+from lablib.launch import records
 from lablib.launch.ranks import run_ranks
 from lablib.launch.records import machine as machine_probe
 
-#: In the form of the drivers since R535: an underlined head, tabs, network cards, affinities, a legend.
-MATRIX_8 = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tNV18\tNV18\tPIX\tSYS\t0-47,96-143\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tNV18\tNV18\tPXB\tSYS\t0-47,96-143\t0\t\tN/A\n"
-    "GPU2\tNV18\tNV18\t X \tNV18\tSYS\tPIX\t48-95,144-191\t1\t\tN/A\n"
-    "GPU3\tNV18\tNV18\tNV18\t X \tSYS\tPXB\t48-95,144-191\t1\t\tN/A\n"
-    "NIC0\tPIX\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
-    "NIC1\tSYS\tSYS\tPIX\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
-    "  NV#  = Connection traversing a bonded set of # NVLinks\n\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
-)
-#: Two cards on PCIe, no network card, an older driver: fewer columns, spaces for tabs.
-MATRIX_2 = """        GPU0    GPU1    CPU Affinity    NUMA Affinity
-GPU0     X      PHB     0-29    0
-GPU1    PHB      X      0-29    0
-"""
-#: A pair with a bridge in a machine of four.
-MATRIX_4 = """	GPU0	GPU1	GPU2	GPU3	CPU Affinity
-GPU0	 X 	NV4	NODE	SYS	0-15
-GPU1	NV4	 X 	NODE	SYS	0-15
-GPU2	NODE	NODE	 X 	NV12	0-15
-GPU3	SYS	SYS	NV12	 X 	16-31
-"""
 CSV = (
     "GPU-aa, 550.54.15, 4, 16, 61, 150.00, 150.00, 1455, 0, 0x0000000000000004\n"
     "GPU-bb, 550.54.15, 4, 8, 88, 150.00, 150.00, 1005, 2, 0x0000000000000060\n"
     "GPU-cc, 550.54.15, [N/A], [N/A], N/A, [N/A], [N/A], [N/A], [N/A], [N/A]\n"
 )
-HEAD = """+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
-"""
 
 
-def test_the_worst_link_of_a_matrix():
-    assert smi.worst_link(MATRIX_8) == "NV18"
-    assert smi.link_text("NV18") == "NVLink, 18 links"
-    assert smi.worst_link(MATRIX_2) == "PHB"
-    assert smi.worst_link("\t\x1b[4mGPU0\tCPU Affinity\x1b[0m\nGPU0\t X \t0-63\n") is None
-    assert smi.worst_link(MATRIX_4) == "SYS"
-    assert smi.worst_link(MATRIX_4.replace("SYS", "NV12").replace("NODE", "NV12")) == "NV4"
-    for text in (
-        "",
-        "No devices were found\n",
-        MATRIX_2.replace("GPU1    PHB", "GPU2x   PHB"),
-        MATRIX_2.replace("PHB", "???"),
-    ):
-        with pytest.raises(ValueError, match="topo -m"):
-            smi.worst_link(text)
-
-
-def test_the_query_knows_what_a_gpu_does_not_have():
-    rows = doctor.query(lambda *_: CSV)
+def test_the_query_knows_what_a_gpu_does_not_have(monkeypatch):
+    rows = _queried(monkeypatch, CSV)
     assert [row.get("pcie.link.width.current") for row in rows.values()] == ["16", "8", None]
     assert rows["GPU-cc"] == {"uuid": "GPU-cc", "driver_version": "550.54.15"}
-    assert doctor.pcie_rate(rows["GPU-aa"]) == smi.pcie_bandwidth(4, 16)
+    assert doctor.pcie_rate(rows["GPU-aa"]) == link("pcie4-x16").bandwidth == 2 * doctor.pcie_rate(rows["GPU-bb"])
     assert doctor.pcie_rate(rows["GPU-cc"]) is None
-    with pytest.raises(ValueError, match="3 values for"):
-        smi.parse_query("0, x, y\n")
-    assert doctor.query(lambda *_: "") == {}
-    assert doctor.query(lambda *_: "one, two\n") == {}  # of a driver that prints otherwise
+    assert doctor.pcie_rate(rows["GPU-aa"] | {"pcie.link.gen.max": "9"}) is None
+    assert _queried(monkeypatch, "") == {}
+    assert _queried(monkeypatch, "one, two\n") == {}  # of a driver that prints otherwise
 
 
-def test_the_head_says_which_cuda_the_driver_runs():
-    assert smi.driver_cuda(HEAD) == (12, 4)
-    assert smi.driver_cuda("NVIDIA-SMI has failed") is None
-
-
-def test_pcie_rates_are_those_of_the_table():
-    from lablib.calc.hardware import link
-
-    for generation in (3, 4, 5):
-        # The table has them rounded to a part of a GB/s.
-        assert smi.pcie_bandwidth(generation, 16) == pytest.approx(link(f"pcie{generation}-x16").bandwidth, rel=2e-3)
-    assert smi.pcie_bandwidth(1, 4) == 1e9
-    with pytest.raises(ValueError, match="generation 9"):
-        smi.pcie_bandwidth(9, 16)
+def _queried(monkeypatch, text):
+    monkeypatch.setattr(records, "nvidia_smi", lambda *_: text)
+    return doctor.query_gpus()
 
 
 @pytest.mark.parametrize(
     ("finding", "verdict", "text"),
     [
-        (doctor.judge_driver("550", (12, 4), "12.4"), "ok", "up to 12.4"),
-        (doctor.judge_driver("550", (12, 4), "12.8"), "limited", "newer driver"),
-        (doctor.judge_driver("550", (12, 4), "13.0"), "missing", "torch for CUDA 12"),
-        (doctor.judge_driver("580", (13, 0), "12.8"), "ok", "wants 12.8"),
-        (doctor.judge_driver(None, None, "12.8"), "limited", "does not say"),
-        (doctor.judge_driver("550", (12, 4), None), "missing", "CPU"),
-        (doctor.judge_arch([(9, 0)], ["sm_80", "sm_90a"]), "ok", "9.0"),
-        (doctor.judge_arch([(8, 9)], ["sm_80"]), "ok", "8.9"),
-        (doctor.judge_arch([(7, 5)], ["sm_80", "sm_90"]), "missing", "7.5"),
-        (doctor.judge_arch([(10, 0)], ["sm_90", "compute_90"]), "ok", "10.0"),
-        (doctor.judge_arch([(10, 0)], ["sm_90"]), "missing", "10.0"),
-        (doctor.judge_nccl((2, 27, 5), 2), "ok", "2.27.5"),
-        (doctor.judge_nccl(None, 2), "missing", "not in this torch"),
-        (doctor.judge_nccl(None, 1), "limited", "not in this torch"),
-        (doctor.judge_topology("NV18", True), "ok", "NVLink, 18 links"),
-        (doctor.judge_topology("PHB", True), "limited", "accumulate"),
-        (doctor.judge_topology("PHB", False), "limited", "NCCL_P2P_DISABLE"),
-        (doctor.judge_topology("SYS", True), "limited", "one socket"),
-        (doctor.judge_topology(None, True), "limited", "no matrix"),
+        (doctor.judge_peer_access(True), "ok", "every other"),
+        (doctor.judge_peer_access(False), "limited", "NCCL_P2P_DISABLE"),
         (doctor.judge_host([(26e9, 25e9)], [31.5e9]), "ok", "31.5"),
         (doctor.judge_host([(26e9, 25e9), (6e9, 6e9)], [31.5e9] * 2),
          "limited", "GPU 1: 6.0"),
         (doctor.judge_all_reduce({(0, 1): 20e9, (0, 1, 2, 3): 19e9}, 31.5e9), "ok", "19.0 GB/s between GPU 0 to 3"),
         (doctor.judge_all_reduce({(0, 1): 9e9, (1, 2): 20e9}, 31.5e9), "limited", "9.0 GB/s between GPU 0 and 1"),
         (doctor.judge_all_reduce({(0, 1): 9e9}, None), "ok", "all-reduce works"),
-        (doctor.judge_xids(None), "limited", "cannot be read"),
-        (doctor.judge_xids("usb 1-1: new device\n"), "ok", "none"),
-        (doctor.judge_xids("[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault\n"), "ok", "none of the hardware"),
-        (doctor.judge_xids("NVRM: Xid (PCI:0000:3b:00): 13, x\n" + 2 * "NVRM: Xid (PCI:0000:af:00): 79, GPU\n"),
+        (doctor.judge_kernel_log(None), "limited", "cannot be read"),
+        (doctor.judge_kernel_log("usb 1-1: new device\n"), "ok", "none"),
+        (doctor.judge_kernel_log("[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault\n"), "ok", "none of the hardware"),
+        (doctor.judge_kernel_log("NVRM: Xid (PCI:0000:3b:00): 13, x\n" + 2 * "NVRM: Xid (PCI:0000:af:00): 79, GPU\n"),
          "missing", "Xid 79 on 0000:af:00, 2 times: the GPU has fallen off the bus"),
         (doctor.judge_disk(1e9), "ok", "60 GB"),
         (doctor.judge_disk(5e7), "limited", "background"),
@@ -144,8 +73,8 @@ def test_findings(finding, verdict, text):
         assert finding.fix
 
 
-def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate():
-    power, hot, virtual = smi.parse_query(CSV)
+def test_a_gpu_under_load_is_judged_by_clocks_heat_and_rate(monkeypatch):
+    power, hot, virtual = _queried(monkeypatch, CSV).values()
     good = doctor.judge_load(0, power, 100e12, 125e12)
     assert (good.verdict, good.fix) == ("ok", "")
     assert good.detail == "100 TFLOP/s in bf16, 80% of the peak at 1455 MHz, 61 C"
@@ -175,7 +104,7 @@ def test_without_a_gpu_one_sentence_says_so_and_the_rest_is_measured(tmp_path, m
 
 
 def test_the_command_measures_only_when_asked(monkeypatch):
-    monkeypatch.setattr(doctor, "examine_gpu", lambda folder: [doctor.Finding("GPU", "limited", "x " * 60, "y " * 60)])
+    monkeypatch.setattr(doctor, "examine_gpu", lambda folder: [Finding("GPU", "limited", "x " * 60, "y " * 60)])
     out = CliRunner().invoke(app, ["doctor", "--gpu"]).output
     assert "GPU           limited  x x" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -193,7 +122,7 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     """A machine of two A10 that CUDA numbers the other way round than nvidia-smi does; only the copies are made up."""
     import torch
 
-    from lablib.launch import precision, ranks, records
+    from lablib.launch import precision, ranks
 
     properties = [
         SimpleNamespace(uuid="bb", name="NVIDIA A10", total_memory=24e9),
@@ -205,18 +134,11 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
         "get_device_properties": lambda i: properties[i],
         "get_device_name": lambda i: properties[i].name,
         "get_device_capability": lambda i: (8, 6),
-        "get_arch_list": lambda: ["sm_80", "sm_90"],
         "can_device_access_peer": lambda a, b: True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.version, "cuda", "12.4")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-
-    def printed(*arguments):
-        return HEAD if not arguments else MATRIX_2 if arguments[0] == "topo" else CSV
-
-    monkeypatch.setattr(machine_probe, "nvidia_smi", printed)
-    monkeypatch.setattr(records, "nvidia_smi", printed)
+    monkeypatch.setattr(records, "nvidia_smi", lambda *_: CSV)
     monkeypatch.setattr(records, "host_rates", lambda i: (12e9 + i, 12e9 + i))
     monkeypatch.setattr(records, "while_busy", lambda gpu, look: (100e12, look()))
     monkeypatch.setattr(records, "kernel_log", lambda: None)
@@ -225,15 +147,14 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "missing_for_float8", lambda: "float8 needs 8.9")
     found = {finding.name: finding for finding in doctor.examine_gpu(tmp_path, disk_bytes=2**20)}
     assert list(found) == [
-        "driver", "kernels", "NCCL", "Xid errors", "topology", "NCCL links", "host to GPU",
+        "driver", "Xid errors", "peer access", "NCCL links", "host to GPU",
         "GPU 0 load", "GPU 1 load", "torch.compile", "lab 01", "lab 06", "lab 08", "lab 09", "lab 11",
         "disk speed", "shared memory", "limits",
     ]  # fmt: skip
     assert "7.0 GB/s between GPU 0 and 1, the slowest; the link has 16" in found["NCCL links"].detail
     assert found["lab 08"].detail == "leaves FP8 out: float8 needs 8.9"
     assert {found[f"lab {lab}"].detail for lab in ("01", "06", "09", "11")} == {"runs"}
-    assert found["driver"].verdict == found["kernels"].verdict == "ok"
-    assert found["NCCL"].verdict == "missing"
+    assert found["driver"].detail == "550.54.15; torch is built for CUDA 12.4"
     # GPU 0 is the second line of nvidia-smi: eight lanes, too hot, with memory errors.
     assert "its PCIe link has 15.8" in found["host to GPU"].detail
     assert found["host to GPU"].verdict == "ok"
@@ -241,16 +162,16 @@ def test_every_gpu_is_looked_at_and_matched_by_its_uuid(tmp_path, monkeypatch):
     assert found["GPU 1 load"].verdict == "ok"
 
 
-FINE = {"capabilities": [(9, 0)] * 2, "memory": 80 * 2**30, "compiles": True, "talks": True, "no_float8": None}
+FINE = {"capabilities": [(9, 0)] * 2, "memory": 80 * 2**30, "compiles": True, "reduces": True, "no_float8": None}
 
 
 @pytest.mark.parametrize(
     ("changes", "lab", "verdict", "text"),
     [
         ({}, "08", "ok", "runs"),
-        ({"talks": False}, "06", "missing", "CUDA_VISIBLE_DEVICES=0"),
-        ({"talks": False}, "11", "missing", "cannot reduce together"),
-        ({"talks": False}, "09", "ok", "runs"),
+        ({"reduces": False}, "06", "missing", "CUDA_VISIBLE_DEVICES=0"),
+        ({"reduces": False}, "11", "missing", "cannot reduce together"),
+        ({"reduces": False}, "09", "ok", "runs"),
         ({"compiles": False}, "11", "limited", "did not compile"),
         ({"compiles": False}, "08", "limited", "FP8 did not compile"),
         ({"no_float8": "no torchao"}, "08", "limited", "no torchao"),
@@ -258,13 +179,13 @@ FINE = {"capabilities": [(9, 0)] * 2, "memory": 80 * 2**30, "compiles": True, "t
         # The calculator says what the lab takes: less than an L4 has, and more than a GPU of 12 GiB.
         ({"memory": 22 * 2**30}, "08", "ok", "runs"),
         ({"memory": 12 * 2**30}, "08", "limited", "FP8 takes about 18 GB, more than the GPU's 12"),
-        ({"capabilities": [(7, 5)], "talks": None}, "09", "limited", "no matrix units for bf16"),
-        ({"capabilities": [(9, 0)], "talks": None}, "11", "limited", "scaling wants two GPUs"),
-        ({"capabilities": [(9, 0)], "talks": None}, "06", "ok", "runs"),
+        ({"capabilities": [(7, 5)], "reduces": None}, "09", "limited", "no matrix units for bf16"),
+        ({"capabilities": [(9, 0)], "reduces": None}, "11", "limited", "scaling wants two GPUs"),
+        ({"capabilities": [(9, 0)], "reduces": None}, "06", "ok", "runs"),
     ],
 )
 def test_each_lab_is_judged_before_it_is_paid_for(changes, lab, verdict, text):
-    found = {f.name: f for f in doctor.judge_labs(doctor.Found(**(FINE | changes)))}
+    found = {f.name: f for f in doctor.judge_labs(doctor.GPUMachine(**(FINE | changes)))}
     assert list(found) == [f"lab {budget.lab}" for budget in LAB_BUDGETS]
     finding = found[f"lab {lab}"]
     assert finding.verdict == verdict
@@ -284,30 +205,33 @@ def test_a_measurement_that_fails_is_a_finding_and_not_the_end():
     def broken():
         raise RuntimeError("\nCUDA error: peer access is not supported\nmore")
 
-    finding = doctor.tried("NCCL links", broken)
+    finding = doctor.attempt("NCCL links", broken)
     assert (finding.verdict, finding.detail) == ("missing", "failed: CUDA error: peer access is not supported")
+
+    def too_new():
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    assert "torch is built for this GPU" in doctor.attempt("GPU 0 load", too_new).fix
 
 
 def test_what_compiling_lacks_is_named_by_its_package(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    from lablib.launch import records
-
     monkeypatch.setattr(machine_probe.sysconfig, "get_path", lambda name: str(tmp_path))
     version = ".".join(map(str, sys.version_info[:2]))
-    assert machine_probe.lacks_for_compile() == ["gcc", f"python{version}-dev"]
+    assert machine_probe.missing_for_compile() == ["gcc", f"python{version}-dev"]
     for name in ("Python.h", "clang"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
-    assert machine_probe.lacks_for_compile() == []
+    assert machine_probe.missing_for_compile() == []
 
     def broken():
         raise RuntimeError("InductorError: no")
 
     monkeypatch.setattr(records, "compile_seconds", broken)
-    assert doctor.compiling().detail == "fails: InductorError: no"
+    assert doctor.check_compile().detail == "fails: InductorError: no"
     (tmp_path / "Python.h").unlink()
-    assert doctor.compiling().fix == f"apt-get install -y python{version}-dev"
+    assert doctor.check_compile().fix == f"apt-get install -y python{version}-dev"
 
 
 @pytest.mark.parametrize(("code", "log"), [(0, "line\n"), (1, None)])

@@ -190,12 +190,12 @@ def all_reduce_rates(size: int = 256 * 2**20) -> dict[tuple[int, ...], float]:
     return rates
 
 
-def lacks_for_compile() -> list[str]:
+def missing_for_compile() -> list[str]:
     """Return the packages of Debian and Ubuntu that `torch.compile` needs and this machine has not."""
     compilers = [os.environ.get("CC", ""), "gcc", "cc", "clang"]
-    lacks = [] if any(shutil.which(name) for name in compilers if name) else ["gcc"]
+    missing = [] if any(shutil.which(name) for name in compilers if name) else ["gcc"]
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    return lacks if header.exists() else [*lacks, f"python{sysconfig.get_python_version()}-dev"]
+    return missing if header.exists() else [*missing, f"python{sysconfig.get_python_version()}-dev"]
 
 
 def compile_seconds(device: str = "cuda") -> float:
