@@ -178,10 +178,7 @@ def _papermill_command(job: Path, content: Mapping[str, Any]) -> list[str]:
 
 
 def without_rehearsals(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Return a lab without the sections between its set-up and the first one with a cell tagged `gpu`.
-
-    A machine that is paid for by the minute need not run again what a laptop can.
-    """
+    """Return a lab without the sections between its set-up and the first one with a cell tagged `gpu`."""
     cells = notebook.cells
     heads = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
     tagged = [i for i, cell in enumerate(cells) if "gpu" in cell.metadata.get("tags", [])]

@@ -55,10 +55,7 @@ def _start(*_: object) -> None:
 
 
 def ensure_server(context: BaseContext) -> None:
-    """Start the server if there is none; garbage collection would be a quarter of its loading time.
-
-    The ranks turn collection on again.
-    """
+    """Start the server if there is none; garbage collection would be a quarter of its loading time."""
     context.set_forkserver_preload(_PRELOAD)
     _shorten_sockets()
     spawn = util.spawnv_passfds

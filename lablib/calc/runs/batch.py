@@ -152,8 +152,6 @@ def sqrt_rule(lr: float, batch: float, new_batch: float) -> float:
 def noise_rule(lr: float, batch: float, new_batch: float, *, noise_scale: float) -> float:
     """Return the learning rate lr_max / (1 + B_noise / B), with lr_max such that `lr` suits `batch`.
 
-    Far below the noise scale this is the linear rule; far above it the rate no longer grows.
-
     Args:
         lr: The rate that suits `batch`.
         batch: Examples in a step that `lr` was found with.

@@ -228,10 +228,7 @@ def load_snapshot(path: str | PathLike) -> dict[str, Any]:
 
 
 def checked(found: Any) -> dict[str, Any]:
-    """Return a snapshot as a dictionary with segments and device_traces, after a look at its shape.
-
-    `torch.cuda.memory_snapshot()` has the segments alone.
-    """
+    """Return a snapshot as a dictionary with segments and device_traces, after a look at its shape."""
     found = {"segments": found} if isinstance(found, list) else found
     count = dict.fromkeys(_MOST, 0)
 

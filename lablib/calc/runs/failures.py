@@ -86,9 +86,6 @@ def best_interval(cost: float, mtbf: float) -> float:
 def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
     """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
 
-    A checkpoint is paid once an interval; a failure destroys half an interval on average. This is what Young's
-    interval makes smallest, and what you can do in your head.
-
     Args:
         interval: Seconds of work between two checkpoints, τ.
         mtbf: Mean seconds between two failures, M.
@@ -221,10 +218,7 @@ class FailureLog:
         return self.mtbf * self.gpus
 
     def mtbf_on(self, gpus: int) -> float:
-        """Return the mean seconds between failures of a job on another number of such GPUs.
-
-        Independent parts fail at rates that add up, so the time is inversely proportional to their number.
-        """
+        """Return the mean seconds between failures of a job on another number of such GPUs."""
         if gpus < 1:
             raise ValueError(f"gpus={gpus} must be at least 1")
         return self.gpu_mtbf / gpus

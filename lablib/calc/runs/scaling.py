@@ -88,8 +88,6 @@ def split_step(ranks: Sequence[Phases]) -> dict[str, float]:
 def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases]], *, scaling: Scaling) -> ScalingLoss:
     """Compare a run on n ranks with one on a single rank, and split what is lost.
 
-    Of each run the middle half of the steps counts, by time: parts of a mean add up, parts of a median do not.
-
     Args:
         one: Steps of the run on one rank, warm-up dropped: for each step a list with the phases of that rank.
         many: Steps of the run on n ranks: for each step the phases of every rank.

@@ -1,11 +1,8 @@
 """The failure zoo: ten small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
-    seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
-    print(seen)                         # losses, norms, traffic, where ranks stand
-    seen.calls[1]                       # [("all_reduce", 712), ...]: the collectives of rank 1
-
-Diagnose them from their symptoms before you read on: the names of the programs give them away, a letter does not.
-In each program the lines under `if fault` are the fault, and nothing else differs between the twins.
+seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
+print(seen)                         # losses, norms, traffic, where ranks stand
+seen.calls[1]                       # [("all_reduce", 712), ...]: the collectives of rank 1
 """
 
 from __future__ import annotations

@@ -311,10 +311,7 @@ def check_content(path: str | Path, info: dict[str, Any], part: slice = slice(No
 
 
 def verify_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return what training.json says, once all files are seen to be what was written; every rank must call.
-
-    Every file is read by one of the ranks.
-    """
+    """Return what training.json says, once all files are seen to be what was written; every rank must call."""
     info: dict[str, Any] = {}
 
     def look() -> None:

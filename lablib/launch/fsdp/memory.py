@@ -233,10 +233,7 @@ class _Tracker(FSDPMemTracker):
         return result
 
     def _gradients(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Return the bytes of unsharded gradients and of a buffer that they are copied into, where either is complete.
-
-        The tracker calls gradients temporary until their unit's backward ends, and such a buffer until it is sent.
-        """
+        """Return the bytes of unsharded gradients and of a buffer that they are copied into, where either is complete."""
         name = str(func)
         if not name.startswith(("fsdp.chunk_cat", "profiler._record_function_enter")):
             return 0

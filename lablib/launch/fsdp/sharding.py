@@ -103,10 +103,7 @@ class ShardReport:
         )
 
     def gathered_timeline(self) -> list[UnshardedState]:
-        """Return what is unsharded after every event of a step of this model, by `lablib.calc.parallel.fsdp`.
-
-        It is what the installed PyTorch does.
-        """
+        """Return what is unsharded after every event of a step of this model, by `lablib.calc.parallel.fsdp`."""
         return gathered_timeline(
             self.units,
             self.shards,
@@ -418,10 +415,7 @@ def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:
 
 
 def own_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return the first and the end of the rows of dim 0 that this rank keeps.
-
-    n ranks keep ceil(rows / n) each, as far as there are any: the last ones may keep fewer, or none.
-    """
+    """Return the first and the end of the rows of dim 0 that this rank keeps."""
     sharded = [dim for dim, placement in enumerate(parameter.placements) if placement == Shard(0)]
     others = [p for p in parameter.placements if p != Shard(0) and not isinstance(p, Replicate)]
     if len(sharded) != 1 or others:

@@ -111,10 +111,7 @@ class Composition:
 
 
 def by_axis(log: CommLog, mesh: Mesh, rank: int) -> tuple[dict[str, AxisTraffic], dict[str, int]]:
-    """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis.
-
-    Receives are left out: they send nothing. So are calls in a group of one rank.
-    """
+    """Return what was sent along every axis of more than one rank, and the calls in groups that are no axis."""
     names = {tuple(mesh.group(rank, axis)): axis for axis in mesh.order if mesh.size(axis) > 1}
     calls: dict[str, Counter[str]] = defaultdict(Counter)
     sent: Counter[str] = Counter()

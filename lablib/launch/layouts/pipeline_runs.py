@@ -112,8 +112,6 @@ def watched_step(
 ) -> Run:
     """Run training steps of a schedule on this rank; call it through `run_ranks`.
 
-    Every rank makes the same model and the same micro-batches of English text from the same seed.
-
     Args:
         seconds: Time that each kind of action lasts in the last step, for emulated compute.
         counts: Whether to count bytes and messages, which slows the step down.
@@ -151,10 +149,7 @@ def _text() -> Tensor:
 
 
 def measured_times(timeline: Timeline) -> dict[str, list[float]]:
-    """Return the median time of every kind of action on every stage of a real step, as `simulate` takes it.
-
-    A stage without actions of a kind counts 0 for it.
-    """
+    """Return the median time of every kind of action on every stage of a real step, as `simulate` takes it."""
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     samples: dict[tuple[str, int], list[float]] = {}
     for event in timeline.events:
@@ -197,11 +192,7 @@ def weight_half_bytes(config: ModelConfig, layers: Sequence[int], *, batch: int,
 
 
 def predicted_peaks(schedule: Schedule, config: ModelConfig, *, batch: int, seq: int) -> list[int]:
-    """Return the bytes of activations that each rank of the toy holds at its worst instant, in fp32.
-
-    What a stage keeps for one micro-batch, times the micro-batches that the schedule holds. Where it splits the
-    backward, a part stays between I and W. The model is not tied, and cut as `split_stages` cuts it by default.
-    """
+    """Return the bytes of activations that each rank of the toy holds at its worst instant, in fp32."""
     cuts = [stage * config.num_layers // schedule.num_stages for stage in range(schedule.num_stages + 1)]
     layers = [end - start for start, end in itertools.pairwise(cuts)]
     stored = stage_bytes(config, layers, batch=batch, seq=seq)

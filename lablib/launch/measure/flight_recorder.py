@@ -154,10 +154,7 @@ def _call(entry: dict[str, Any]) -> Call:
 
 
 def detailed_group(timeout: float = 60.0) -> dist.ProcessGroup:
-    """Return a group of all ranks whose collectives are compared; every rank must call.
-
-    The variable is read when a process loads PyTorch; a group can be made so later, too.
-    """
+    """Return a group of all ranks whose collectives are compared; every rank must call."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:

@@ -100,9 +100,6 @@ def measure_noise_scale(
 ) -> NoiseScale:
     """Return the noise scale of a model as it is, over many steps and without updating it.
 
-    Sharded models compare a micro-batch with all micro-batches; replicas compare, in every micro-batch, a rank
-    with all ranks.
-
     Args:
         loss_of: Takes the model and this rank's micro-batch, returns its mean loss.
         steps: For each step this rank's micro-batches, equally many each time.

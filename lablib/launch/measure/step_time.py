@@ -58,9 +58,6 @@ def step_times(
 ) -> list[dict[str, Any]]:
     """Time one training step in every mode, for every model size, batch and number of ranks.
 
-    The modes take turns within each round, so that a slow second of the machine hits all of them.
-    A time is that of the slowest rank, since no rank can go on before it.
-
     Args:
         ranks: Numbers of ranks; with one rank only "compute" is timed.
         modes: Which of `MODES` to time: forward and backward without other ranks; gradients that are there

@@ -109,8 +109,6 @@ def trace_autocast(
 ) -> AutocastTrace:
     """Run a function under autocast, and backward outside of it, and return what every operator read and wrote.
 
-    Views and other operators that only move values are traced too: they keep dtypes, and say so.
-
     Args:
         dtype: The low precision; None to run without autocast.
         device: Kind of device whose lists apply: "cpu" or "cuda".

@@ -222,10 +222,7 @@ def to_float8(
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights with one all-reduce; call it after every step of the optimizer.
-
-    Only with `fsdp_gather`: without it FSDP2 asks for every weight's scale by itself.
-    """
+    """Compute the scales of all weights with one all-reduce; call it after every step of the optimizer."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
@@ -282,10 +279,7 @@ def allreduce_error(
     seed: int = 0,
     mean: float = 0.0,
 ) -> list[SumError]:
-    """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums.
-
-    The values have the deviation 1 and this mean; from about 4 on they have one sign.
-    """
+    """Return the error of an all-reduce for several numbers of ranks, summed as a ring sums."""
     if min(world_sizes) < 2:
         raise ValueError(f"world_sizes={world_sizes}: a sum over ranks needs at least 2 of them")
     errors = []
@@ -306,11 +300,7 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 def gloo_error(
     dtype: torch.dtype = torch.bfloat16, *, size: int = 1 << 14, seed: int = 0, mean: float = 0.0
 ) -> SumError:
-    """Return the error of a real all-reduce between the ranks of this job; call it through `run_ranks`.
-
-    The ranks sum the same numbers as `allreduce_error` with the same seed, once in the low precision and once in fp32.
-    The backend chooses the order of the additions, so its error is near the ring's and not equal to it.
-    """
+    """Return the error of a real all-reduce between the ranks of this job; call it through `run_ranks`."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     values = rank_values(ranks, size=size, dtype=dtype, seed=seed, mean=mean)
     exact = torch.stack(values).double().sum(0)

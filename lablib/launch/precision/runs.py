@@ -167,10 +167,7 @@ def underflow(*, steps: int = 30, lr: float = 3e-3, accumulate: int = 2**13) -> 
 
 
 def overflow(*, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, interval: int = 8) -> dict[str, Training]:
-    """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one.
-
-    The dynamic scale grows after `interval` good steps: 2000 in PyTorch, fewer here so that it is seen.
-    """
+    """Train with a loss scale that is too large: in fp32, in fp16 with a fixed scale, and with a dynamic one."""
     settings = {"steps": steps, "lr": lr}
     return {
         "fp32": train_watched(MasterWeights(small_model(), torch.float32), **settings),
@@ -186,10 +183,7 @@ def overflow(*, steps: int = 30, lr: float = 3e-3, scale: float = 2.0**24, inter
 def stall(
     *, steps: int = 40, lr: float = 3e-5, warm_up: int = 80, trained: nn.Module | None = None
 ) -> dict[str, Training]:
-    """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures.
-
-    The start is the end of a short fp32 training at a large rate, as a real run is when its rate decays, or `trained`.
-    """
+    """Go on training at a small learning rate: in fp32, in bf16 alone, and in bf16 with two cures."""
     if trained is None:
         before = MasterWeights(small_model(), torch.float32)
         train_watched(before, steps=warm_up, lr=1e-2)

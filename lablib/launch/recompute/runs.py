@@ -62,10 +62,7 @@ def measure_step(
     flops: bool = True,
     repeats: int = 0,
 ) -> MeasuredStep:
-    """Run steps (forward and backward) under a strategy: one counts bytes, one FLOPs, `repeats` are timed.
-
-    Every step has the same tokens and dropout. The model is left as it was, without gradients.
-    """
+    """Run steps (forward and backward) under a strategy: one counts bytes, one FLOPs, `repeats` are timed."""
     device = model.embed.weight.device
 
     def forward() -> Tensor:
@@ -165,10 +162,7 @@ def predicted_cost(
     early_stop: bool = True,
     bandwidth: float | None = None,
 ) -> RecomputeCost:
-    """Return what `measure_step` will count: `recompute_cost` with implementation="toy" and the model's own settings.
-
-    The toy and PyTorch's reentrant implementation never stop early; the bandwidth is to the host, per direction.
-    """
+    """Return what `measure_step` will count: `recompute_cost` with implementation="toy" and the model's own settings."""
     return recompute_cost(
         model.config,
         strategy,

@@ -143,10 +143,7 @@ def _name(model: nn.Module, module: str, operator: str, index: int) -> tuple[int
 
 
 def bytes_by_name(kept: Iterable[KeptTensor | SavedTensor], block: int | None = None) -> dict[str, int]:
-    """Return the bytes of tensors by name, measured or computed, so that the two can be compared.
-
-    With a block, those that it kept, without the rotary tables, which all blocks share.
-    """
+    """Return the bytes of tensors by name, measured or computed, so that the two can be compared."""
     total: Counter[str] = Counter()
     for tensor in kept:
         mine = not isinstance(tensor, KeptTensor) or block is None or tensor.block == block
@@ -258,10 +255,7 @@ def split_backward(implementation: str = "torch") -> Outcome:
 
 
 def frozen_input(implementation: str = "torch") -> Outcome:
-    """Recompute a layer whose input needs no gradient, as behind a frozen embedding.
-
-    PyTorch's reentrant way returns an output without a graph, with a warning, and the layer never learns.
-    """
+    """Recompute a layer whose input needs no gradient, as behind a frozen embedding."""
     layer, x = _layer()
     counted, x = _Counted(layer), x.detach()
     weights = list(layer.parameters())

@@ -221,10 +221,7 @@ def recorded(name: str) -> Record | None:
 
 
 def save_record(name: str, samples: list[dict[str, Any]], command: str, *, device: str = "cpu") -> Record:
-    """Write a record under `labs/recorded/`, with this machine, the commit and the date.
-
-    Only the runner and the bench call this.
-    """
+    """Write a record under `labs/recorded/`, with this machine, the commit and the date."""
     here = this_machine() | ({} if device == "cuda" else {"gpus": [], "gpu_details": []})
     links = gpu_topology() if here["gpus"] else {}
     record = Record(name, samples, here, command, git_commit(), utc_now(), topology=links)

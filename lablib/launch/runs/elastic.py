@@ -143,10 +143,7 @@ def agent_command(preload: Sequence[str] = ()) -> list[str]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the processes that a process has started, and theirs.
-
-    Each rank is in a session of its own, so a signal to the agent's group does not reach them.
-    """
+    """Return the processes that a process has started, and theirs."""
     with suppress(psutil.NoSuchProcess):
         return {process.pid for process in psutil.Process(pid).children(recursive=True)}
     return set()

@@ -15,10 +15,7 @@ _CONNECT_S = 1.0
 
 
 def check_port(endpoint: str) -> None:
-    """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun.
-
-    torchrun would not complain: an agent that cannot open the port takes it for the store of its own job, and joins.
-    """
+    """See to it that nobody listens where a new job wants to meet; on its first machine, before torchrun."""
     host, colon, port = endpoint.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"endpoint={endpoint!r} must be host:port, such as 10.0.0.1:29500")

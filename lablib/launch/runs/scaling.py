@@ -199,10 +199,7 @@ def where_of(record: Mapping[str, Any]) -> str:
 
 
 def gpu_report(experiments: Path | None = None) -> Path | None:
-    """Return the newest report of a real model on two GPUs or more, or None; a small model does not count.
-
-    The run on several counts where there is the same batch on one to compare it with.
-    """
+    """Return the newest report of a real model on two GPUs or more, or None; a small model does not count."""
     found = []
     for path in (experiments or experiments_dir()).glob("*/runs/*-*.json"):
         try:

@@ -90,11 +90,7 @@ def check_alone() -> None:
 
 
 def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Iterator[dict[str, float]]:
-    """Take one step after the other on one device and yield its metrics, as many as `config.steps`.
-
-    bf16 is autocast here, with fp32 weights: what a loop on one GPU does. FSDP casts full units instead, so the
-    two agree in fp32 alone to rounding.
-    """
+    """Take one step after the other on one device and yield its metrics, as many as `config.steps`."""
     device = torch.device(device)
     shape = train_model(config.model)
     path = config.tokens or text_tokens(config.folder, config.text)
@@ -143,8 +139,6 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
 
 def compare_loops(config: TrainConfig, *, rounds: int = 4, steps: int = 10, warmup: int = 5) -> list[dict[str, Any]]:
     """Time the trainer on one rank and the plain loop in turns, on the same device in the same process.
-
-    The turns share whatever the machine does besides. Call it in a group of one rank.
 
     Args:
         warmup: Steps of each before the first turn: compilation, caches, the allocator.

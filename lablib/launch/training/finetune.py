@@ -163,11 +163,7 @@ class FineTuning(Task):
         return model(input_ids=inputs_BS).logits
 
     def flops(self, batch: int, recompute: str) -> TaskFlops:
-        """Return the FLOPs of a step, padding included: it is computed, too.
-
-        A frozen matrix needs the gradient of its input and none of its own, so it costs two products and not three.
-        The first layer's input needs no gradient either; that is not subtracted.
-        """
+        """Return the FLOPs of a step, padding included: it is computed, too."""
         step = step_flops(self.shape, batch=batch, seq=self.config.seq, recompute=recompute, dropout=self.drops)
         if self.lora is None:
             return TaskFlops(step.model, step.hardware)

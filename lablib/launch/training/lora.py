@@ -59,10 +59,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: nn.Module, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> list[str]:
-    """Freeze a model and put adapters beside its linear layers, before it is sharded; return the layers' names.
-
-    `targets` are the last parts of the names, and `alpha` / `rank` the scale.
-    """
+    """Freeze a model and put adapters beside its linear layers, before it is sharded; return the layers' names."""
     if rank < 1 or not alpha > 0:
         raise ValueError(f"rank={rank} must be at least 1 and alpha={alpha} above 0")
     found = [
@@ -107,10 +104,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def save_adapters(model: nn.Module, folder: str | Path, *, base: str = "") -> Path:
-    """Write the adapters as the package peft does: a safetensors file and adapter_config.json; every rank must call.
-
-    `base` is the name or path of the pretrained model, for the reader.
-    """
+    """Write the adapters as the package peft does: a safetensors file and adapter_config.json; every rank must call."""
     layers = dict(adapters(model))
     if not layers:
         raise ValueError("the model has no adapters: call add_lora first")

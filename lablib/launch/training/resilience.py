@@ -35,10 +35,7 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class SaveEvery(Callback):
-    """Saves a checkpoint every so many steps, in the background unless `wait`, and one at the end.
-
-    A save copies the state and writes while training goes on. How often is best: `lablib.calc.runs.failures`.
-    """
+    """Saves a checkpoint every so many steps, in the background unless `wait`, and one at the end."""
 
     def __init__(self, steps: int, *, wait: bool = False) -> None:
         if steps < 1:
@@ -113,10 +110,7 @@ class KillOnce(Callback):
 
 
 class LogEvents(Callback):
-    """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end.
-
-    Losses and times of each step are in the trainer's own metrics.
-    """
+    """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder

@@ -46,11 +46,7 @@ from lablib.launch.training.metrics import METRIC_KEYS, StepClock, memory, peak_
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trained parameters; matrices decay, biases and norms do not.
-
-    One kernel updates all parameters, on a CPU too: DTensor then has one operation to look up, and not ten of each
-    parameter.
-    """
+    """Return AdamW over the trained parameters; matrices decay, biases and norms do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model has requires_grad: there is nothing to train")
@@ -172,10 +168,7 @@ class Trainer:
         self._asked = self._asked or reason
 
     def save(self, *, wait: bool = True) -> Saving | None:
-        """Save a checkpoint of this step; every rank must call. Return None if this step is saved already.
-
-        Without `wait` it returns once the state is copied, see `lablib.launch.fsdp.save_checkpoint`.
-        """
+        """Save a checkpoint of this step; every rank must call. Return None if this step is saved already."""
         if self._saved == self.step:
             return None
         data = {"samples": self.samples, "settings": self._settings()}
