@@ -136,7 +136,7 @@ def test_the_server_of_ranks_waits_for_the_first_cell(tmp_path):
 
 
 def test_another_handler_of_the_learner_is_kept(kernel):
-    from lablib.launch.cell_errors import load_ipython_extension
+    from lablib.launch import load_ipython_extension
 
     class Shell:
         custom_exceptions = (ZeroDivisionError,)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lablib.calc.hardware import link
 from lablib.calc.runs import LAB_BUDGETS
 from lablib.cli import doctor_gpu as doctor
-from lablib.cli.doctor import Finding
+from lablib.cli.doctor_gpu import Finding
 from lablib.cli.main import app
 from lablib.launch import records
 from lablib.launch.ranks import run_ranks

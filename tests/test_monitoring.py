@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lablib.launch.measure import compare_flight_records, flight_recorder
-from lablib.launch.measure import flight_recorder as debug_detail
+from lablib.launch.measure import compare_flight_records, recorder
 from lablib.launch.ranks import run_ranks
 from lablib.launch.records import JsonLines, RankLog, read_json_lines, read_logs
 from lablib.launch.training.monitors import StragglerWatch, find_straggler
@@ -98,7 +97,7 @@ def test_one_slow_step_is_no_straggler():
 
 
 def test_debug_detail_names_both_collectives():
-    zero, one = debug_detail.debug_messages(debug_detail.mismatched_collectives)
+    zero, one = recorder.debug_messages(recorder.mismatched_collectives)
     for text in (zero, one):
         assert "Detected mismatch between collectives on ranks" in text
         assert "OpType=ALLREDUCE, TensorShape=[4]" in text
@@ -106,7 +105,7 @@ def test_debug_detail_names_both_collectives():
 
 
 def test_debug_detail_has_nothing_to_say_where_all_is_well():
-    assert debug_detail.debug_messages(lambda group: dist.all_reduce(torch.ones(2), group=group)) == ["", ""]
+    assert recorder.debug_messages(lambda group: dist.all_reduce(torch.ones(2), group=group)) == ["", ""]
 
 
 def entry(number: int, op: str = "all_reduce", size: int = 4, group: str = "0", **values: object) -> dict:
@@ -128,7 +127,7 @@ def entry(number: int, op: str = "all_reduce", size: int = 4, group: str = "0", 
 
 def write_dumps(folder: Path, *ranks: list[dict]) -> None:
     for rank, entries in enumerate(ranks):
-        path = folder / f"{flight_recorder.PREFIX}{rank}"
+        path = folder / f"{recorder.PREFIX}{rank}"
         path.write_bytes(pickle.dumps({"version": "2.10", "entries": entries}))
 
 
@@ -161,24 +160,24 @@ def write_dumps(folder: Path, *ranks: list[dict]) -> None:
 )
 def test_reading_dumps(tmp_path, ranks, told):
     write_dumps(tmp_path, *ranks)
-    assert compare_flight_records(flight_recorder.read_flight_records(tmp_path)) == told
+    assert compare_flight_records(recorder.read_flight_records(tmp_path)) == told
 
 
 def test_a_dump_cannot_run_code(tmp_path):
-    path = tmp_path / f"{flight_recorder.PREFIX}0"
+    path = tmp_path / f"{recorder.PREFIX}0"
     path.write_bytes(pickle.dumps({"entries": [Path("/tmp")]}))
     with pytest.raises(ValueError, match="it wants to load pathlib"):
-        flight_recorder.read_flight_records(tmp_path)
+        recorder.read_flight_records(tmp_path)
     path.write_bytes(b"not a pickle")
     with pytest.raises(ValueError, match="is no dump of the flight recorder"):
-        flight_recorder.read_flight_records(tmp_path)
+        recorder.read_flight_records(tmp_path)
 
 
 def test_no_dump_and_no_ring(tmp_path):
     with pytest.raises(ValueError, match=r"was the job started with flight_recorder_settings"):
-        flight_recorder.read_flight_records(tmp_path)
+        recorder.read_flight_records(tmp_path)
     with pytest.raises(ValueError, match="entries=0 must be at least 1"):
-        flight_recorder.flight_recorder_settings(tmp_path, entries=0)
+        recorder.flight_recorder_settings(tmp_path, entries=0)
 
 
 def test_a_line_that_does_not_fit_on_the_disk_costs_only_itself(tmp_path, monkeypatch):

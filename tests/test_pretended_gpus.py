@@ -69,7 +69,7 @@ def test_the_pretended_machine_is_as_strict_as_cuda(gpus, variables, seen, fork_
 RANKS = """
 import json, torch
 from torch import nn
-from lablib.launch.ranks.devices import rank_device, rank_mesh
+from lablib.launch.ranks.transport import rank_device, rank_mesh
 from lablib.launch.fsdp.sharding import shard
 from lablib.launch.ranks.run import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config

@@ -35,7 +35,6 @@ from lablib.launch.ranks import RankError, explain, run_ranks
 from lablib.launch.records import read_logs
 from lablib.launch.runs import kill_and_resume, torchrun
 from lablib.launch.runs.elastic import descendants
-from lablib.launch.runs.rendezvous import check_port
 from lablib.launch.training import Callback, LogEvents, SaveEvery, StopOnSignal, TrainConfig, Trainer, exit_code, resume
 from lablib.launch.training import resilience as disk_room
 from lablib.launch.training.monitors import StragglerWatch
@@ -276,20 +275,6 @@ def test_room_is_looked_for_before_a_checkpoint_is_written(tmp_path, monkeypatch
 
 
 # --- a stale rendezvous, and other errors in one sentence ---------------------------------------------------
-
-
-def test_a_port_where_something_answers():
-    with socket.create_server(("127.0.0.1", 0)) as old_job:
-        port = old_job.getsockname()[1]
-        with pytest.raises(ValueError, match=f"something answers at 127.0.0.1:{port} before this job"):
-            check_port(f"127.0.0.1:{port}")
-    check_port(f"127.0.0.1:{free_port()}")
-
-
-@pytest.mark.parametrize("endpoint", ["host", ":29500", "host:x", "host:65536"])
-def test_what_is_no_endpoint(endpoint):
-    with pytest.raises(ValueError, match="must be host:port"):
-        check_port(endpoint)
 
 
 def test_the_real_error_of_a_taken_port_is_explained():

@@ -25,7 +25,7 @@ REVIEWED = {
         "tests/evidence/oracles/context.py",
         "torch.ops.aten._scaled_dot_*",
     ): "the CPU's kernels, by their operators' names",
-    ("lablib/launch/measure/flight_recorder.py", "torch._C"): "the function itself says what is missing",
+    ("lablib/launch/measure/recorder.py", "torch._C"): "the function itself says what is missing",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
     ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from lablib.calc.memory import training_memory
 from lablib.calc.parallel import gathered_timeline, peak_unsharded_bytes
 from lablib.calc.torch_versions import DIFFERENCES, PINNED, SUPPORTED, TorchFacts, release, torch_facts
-from lablib.launch.layouts.torch_schedules import OwnStage
+from lablib.launch.layouts.pipeline_runs import OwnStage
 from lablib.launch.ranks import RankError, run_ranks
 from lablib.launch.torch_private import FakeStore, MemTracker
 from lablib.toys import torch_names

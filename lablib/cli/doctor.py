@@ -13,32 +13,18 @@ import shutil
 import socket
 import sys
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lablib.calc.errors import json_text
+from lablib.cli import doctor_gpu
+from lablib.cli.doctor_gpu import LIMITED, MISSING, OK, Finding
 
-OK, LIMITED, MISSING = "ok", "limited", "missing"
 RENT = "rent GPUs, then make setup-gpu there"
 DISK_GB = 5  # the environment with a CPU torch takes about 3 GB, the site and recorded runs the rest
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        verdict: "ok", "limited" (something will not run) or "missing" (the labs will not run).
-        fix: What to do about it; empty when there is nothing to do.
-    """
-
-    name: str
-    verdict: str
-    detail: str
-    fix: str = ""
 
 
 def doctor(
@@ -48,8 +34,6 @@ def doctor(
     """Say what this machine has, what will run here, and what to do where something will not."""
     findings = examine()
     if gpu and not any(finding.verdict == MISSING for finding in findings):
-        from lablib.cli import doctor_gpu  # it needs the findings of this module
-
         findings += doctor_gpu.examine_gpu(Path.cwd())
     if as_json:
         # `mend` is the older name of `fix`, for programs that read it.

@@ -16,7 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lablib.cli.doctor import LIMITED, MISSING, OK, Finding
+OK, LIMITED, MISSING = "ok", "limited", "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        verdict: "ok", "limited" (something will not run) or "missing" (the labs will not run).
+        fix: What to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    verdict: str
+    detail: str
+    fix: str = ""
+
 
 NO_GPU = "no GPU here: what needs one was not looked at; every rung but the measured part of 11 runs without"
 #: A copy that gets less than this share of its link's line rate has a cause worth finding.

@@ -16,11 +16,9 @@ from lablib.cli import labs
 from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
 from lablib.cli.fit import fit
-from lablib.cli.graduate import graduate
-from lablib.cli.memory import memory
-from lablib.cli.memory_snapshot import memory_snapshot
+from lablib.cli.memory import memory, memory_snapshot
 from lablib.cli.plan import plan
-from lablib.cli.report import compare, report
+from lablib.cli.report import compare, graduate, report
 from lablib.cli.schedule import schedule
 
 

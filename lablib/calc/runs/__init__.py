@@ -2,10 +2,9 @@
 
 | module | exports | chapter |
 |---|---|---|
-| `batch` | `noise_scale` (a `NoiseScale`); `steps_needed`, `examples_needed`, `step_gain` of a batch; `linear_rule`, `sqrt_rule`, `noise_rule` for its learning rate; `cosine_lr` | 11 |
+| `batch` | `noise_scale` (a `NoiseScale`); `steps_needed`, `examples_needed`, `step_gain` of a batch; `linear_rule`, `sqrt_rule`, `noise_rule` for its learning rate; `cosine_lr`; `shuffled_place`, a shuffled order of any length that nobody keeps | 11 |
 | `failures` | `young_interval`, `daly_interval`, `best_interval` between checkpoints; `lost_share`, `lost_time`; `LLAMA3_FAILURES`, a published log | 11 |
 | `scaling` | `scaling_loss`, a `ScalingLoss` by part; `predicted_step` under FSDP; `spread` of samples | 11 |
-| `order` | `shuffled_place`: a shuffled order of any length that nobody keeps | 11 |
 | `rental` | `parse_machine`, `lab_budgets`, `expect_step` of a rented machine (`rung cost`); `LAB_BUDGETS`, `RUN_GPU_LABS`, `rented_minutes`; `STUDY_MINUTES`, `study_minutes`, `hours_text` of the course | 11 |
 | `trace` | `parse_trace` (a `Trace`), `merge_traces`, `split_time`, `annotated_window`, `merge_intervals` | 02, 11 |
 | `network_study` | `StudySettings`, `STUDY_VARIANTS`, `STUDY_LAYOUTS`; `scaling_rows`, `savings_rows`, `placement_rows`; `layout_bytes`, `link_bandwidth` | 10 |
@@ -21,6 +20,7 @@ from lablib.calc.runs.batch import (
     linear_rule,
     noise_rule,
     noise_scale,
+    shuffled_place,
     sqrt_rule,
     step_gain,
     steps_needed,
@@ -44,7 +44,6 @@ from lablib.calc.runs.network_study import (
     savings_rows,
     scaling_rows,
 )
-from lablib.calc.runs.order import shuffled_place
 from lablib.calc.runs.rental import (
     LAB_BUDGETS,
     RUN_GPU_LABS,

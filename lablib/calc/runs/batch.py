@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import cos, inf, pi, sqrt
 from statistics import fmean
 
@@ -183,3 +184,28 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
         return peak * step / warmup
     done = min(1.0, (step - max(warmup, 1)) / max(1, steps - max(warmup, 1)))
     return floor + (peak - floor) * (1 + cos(pi * done)) / 2
+
+
+_ROUNDS = 4
+
+
+def shuffled_place(place: int, count: int, *, seed: int = 0) -> int:
+    """Return the sample at a place of the endless shuffled order of `count` samples.
+
+    Args:
+        place: From 0 on, over all epochs; each epoch has an order of its own.
+        seed: Of the run.
+    """
+    if count < 1 or place < 0:
+        raise ValueError(f"count={count} must be at least 1 and place={place} at least 0")
+    epoch, number = divmod(place, count)
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    key = f"{seed} {epoch}".encode()
+    while True:
+        left, right = number >> half, number & ((1 << half) - 1)
+        for turn in range(_ROUNDS):
+            mixed = blake2b(b"%d %d" % (turn, right), key=key[:64], digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "big") & ((1 << half) - 1))
+        number = left << half | right
+        if number < count:
+            return number

@@ -3,8 +3,7 @@
     composition     a small run in both versions: distance from one process, traffic beside the prediction
     variants        the model, built from `lablib.toys` and from PyTorch's own parts
     orders          wrappers in every order: which work, and what the others do
-    pipeline_runs   schedules on real ranks, timed
-    torch_schedules PyTorch's own schedules on the same stages
+    pipeline_runs   schedules on real ranks, timed, and PyTorch's own schedules on the same stages
     tp_plan         PyTorch's plan of tensor parallelism for a Llama
 
 Read `composition` first. Chapters 03, 04 and 07.
@@ -12,8 +11,16 @@ Read `composition` first. Chapters 03, 04 and 07.
 
 from lablib.launch.layouts.composition import run_miniature
 from lablib.launch.layouts.orders import try_orders
-from lablib.launch.layouts.pipeline_runs import measured_times, microbatch_windows, predicted_peaks, watched_step
-from lablib.launch.layouts.torch_schedules import TORCH_SCHEDULES, fsdp_gathers, torch_pipeline, torch_step
+from lablib.launch.layouts.pipeline_runs import (
+    TORCH_SCHEDULES,
+    fsdp_gathers,
+    measured_times,
+    microbatch_windows,
+    predicted_peaks,
+    torch_pipeline,
+    torch_step,
+    watched_step,
+)
 from lablib.launch.layouts.tp_plan import block_plan, ends_plan, split_by_plan
 
 __all__ = [

@@ -1,7 +1,12 @@
 """The order in which kinds of parallelism are applied, and what really happens in another order.
 
-for outcome in try_orders():
-    print(outcome)
+    for outcome in try_orders():
+        print(outcome)
+
+The order is: cut stages, split layers (tp), recompute, compile, shard (FSDP), and then make the optimizer. `CASES` has
+the other orders, each a few lines of PyTorch, run on four ranks: two replicas (dp) of two tensor-parallel ranks, from
+the same small model and the same tokens. The verdict is made from what was seen: the text of an error, or a number
+held against the right one. Not every other order is wrong: one here makes no difference, against what is often said.
 """
 
 from __future__ import annotations

@@ -1,9 +1,15 @@
 """One small run in two versions: `ToyJob` from the course's toys, `TorchJob` from PyTorch's own parts.
 
-      ToyJob                                                    TorchJob, on one DeviceMesh (pp, dp, tp)
-tp    tensor_parallel.parallelize(model, groups["tp"])          parallelize_module(stage, mesh["tp"], plan)
-pp    split_stages, a PipelineExecutor over groups["pp"]        split_stages, PipelineStage, Schedule1F1B
-dp    BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without)       fully_shard(block), or DistributedDataParallel
+          ToyJob                                                    TorchJob, on one DeviceMesh (pp, dp, tp)
+    tp    tensor_parallel.parallelize(model, groups["tp"])          parallelize_module(stage, mesh["tp"], plan)
+    pp    split_stages, a PipelineExecutor over groups["pp"]        split_stages, PipelineStage, Schedule1F1B
+    dp    BucketedDDP, ZeRO1 (with stages) or ZeRO3 (without)       fully_shard(block), or DistributedDataParallel
+
+PyTorch's order is stages, tp, (recompute, compile,) dp; `orders` shows what happens otherwise. The toys split layers
+before stages are dealt, because the tensor-parallel toy takes a full model; PyTorch never makes what a rank will drop.
+
+ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
+and DeepSeek-V3 put beside their stages.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
 """Measure a job: its communication, its memory, its time.
 
-    recorder          every collective and message of a function: calls and bytes
+    recorder          every collective and message of a function; PyTorch's flight recorder: which one never ended
     memory            bytes of states, and of what autograd saves
     step_time         compute, communication and waiting of a step; traces of every rank
-    flight_recorder   PyTorch's flight recorder: which collective never ended
     noise_scale       the gradient noise scale, from gradients of ranks
 
 Read `recorder` first. Chapters 02 to 11.
 """
 
-from lablib.launch.measure.flight_recorder import (
+from lablib.launch.measure.memory import CurrentOperator, LiveBytes, measure_states, saved_activations
+from lablib.launch.measure.noise_scale import measure_noise_scale
+from lablib.launch.measure.recorder import (
     Call,
+    CommEvent,
+    CommLog,
     compare_flight_records,
     debug_messages,
     dump_flight_record,
     flight_recorder_settings,
     mismatched_collectives,
     read_flight_records,
+    record_comms,
 )
-from lablib.launch.measure.memory import CurrentOperator, LiveBytes, measure_states, saved_activations
-from lablib.launch.measure.noise_scale import measure_noise_scale
-from lablib.launch.measure.recorder import CommEvent, CommLog, record_comms
 from lablib.launch.measure.step_time import linear_stack, medians, record_trace, step_times, step_traces, trace_spans
 
 __all__ = [

@@ -4,10 +4,9 @@
 traceback, a hung one with the line where it stands; an interrupt ends them all.
 
     run              `run_ranks`
-    devices          where a rank computes
     agreement        fail on all ranks if one fails, and what long errors mean, in a sentence
     turns            ranks without processes: threads that run one at a time, so that any order of events can be played
-    handle, rank_process, transport: the inside of `run_ranks`
+    handle, rank_process, transport: the inside of `run_ranks`, and where a rank computes
 
 Read `run` first. All chapters from 02 on.
 """
@@ -23,10 +22,17 @@ from lablib.launch.ranks.agreement import (
     own_rank,
     readable,
 )
-from lablib.launch.ranks.devices import hide_gpus, rank_device, rank_mesh
 from lablib.launch.ranks.handle import ending
 from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
-from lablib.launch.ranks.transport import check_device, environment, pickle_call, pickle_result
+from lablib.launch.ranks.transport import (
+    check_device,
+    environment,
+    hide_gpus,
+    pickle_call,
+    pickle_result,
+    rank_device,
+    rank_mesh,
+)
 from lablib.launch.ranks.turns import Endless, Turns
 
 __all__ = [

@@ -27,8 +27,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from lablib.launch.ranks.devices import BACKENDS, hide_gpus
-from lablib.launch.ranks.transport import pickle_result
+from lablib.launch.ranks.transport import BACKENDS, hide_gpus, pickle_result
 
 _F_SETSIG = 10  # Linux: which signal says that a descriptor is ready
 

@@ -9,13 +9,15 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 #: More than this on one machine is a slip of the pen.
 MAX_RANKS = 64
@@ -168,3 +170,31 @@ def _by_value(*objects: object) -> Iterator[None]:
     finally:
         for module in modules.values():
             cloudpickle.unregister_pickle_by_value(module)
+
+
+#: What `init_process_group` takes for ranks on each kind of device. Objects and CPU tensors travel by gloo on both.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def hide_gpus(environ: MutableMapping[str, str]) -> None:
+    """Let a process see no GPU. To be called before it has asked CUDA for anything.
+
+    PyTorch takes the accelerator that it sees where nobody names a device: `fully_shard` without a mesh would move
+    the model there, and leave the batches on the CPU.
+    """
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def rank_device() -> torch.device:
+    """Return the device of this rank: its GPU where the process group has NCCL, and otherwise the CPU."""
+    if not dist.is_initialized():
+        raise ValueError("no process group: call this inside run_ranks, or under torchrun after init_process_group")
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def rank_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh of all ranks on the device of this one: one axis, or so many ranks along each."""
+    kind = rank_device().type
+    return init_device_mesh(kind, shape or (dist.get_world_size(),), mesh_dim_names=names)

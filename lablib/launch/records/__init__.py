@@ -1,7 +1,6 @@
 """Predictions, measurements and logs on disk, each with the machine that they come from.
 
-    experiments     predictions that are locked before a run, and records of runs
-    fields          what the fields of a record may be
+    experiments     predictions that are locked before a run, records of runs, and what their fields may be
     samples         samples kept one by one, measured on a GPU or replayed
     logs            one file of JSON lines a rank
     machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
@@ -11,10 +10,16 @@ Read `experiments` first. Every lab.
 
 from lablib.launch.records.experiments import (
     CHECKED,
+    FLOAT,
     FOLDER_SWITCH,
+    NUMBER,
+    POSITIVE,
     RECORD_SWITCH,
+    TEXT,
+    WHOLE,
     Predictions,
     Record,
+    check_fields,
     experiments_dir,
     git_commit,
     read_record,
@@ -24,7 +29,6 @@ from lablib.launch.records.experiments import (
     utc_now,
     write_json,
 )
-from lablib.launch.records.fields import FLOAT, NUMBER, POSITIVE, TEXT, WHOLE, check_fields
 from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read_logs
 from lablib.launch.records.machine import (
     all_reduce_rates,

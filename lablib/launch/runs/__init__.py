@@ -4,7 +4,7 @@
     start       the script that torchrun starts, and a plain loop beside it
     real_run    what lab 11 measures on GPUs, and its predictions
     scaling     scaling reports: records, report, comparison
-    rendezvous, forked_rank: small programs that jobs start
+    forked_rank the program that a forked rank runs
 
 Read `elastic` first. Chapter 11.
 """
