@@ -1,6 +1,6 @@
 """The failure zoo: small jobs with one planted fault each, and healthy twins.
 
-Read `job` first: the lines under `if fault` are the fault. Chapter 11.
+Read `job` first, then `zoo`: the lines under `if faulty` are the faults. Chapter 11.
 """
 
 from lablib.launch.failures.job import Setting

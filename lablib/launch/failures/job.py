@@ -164,7 +164,7 @@ def reference(setting: Setting, ranks: int, layout: str = "copies") -> dict[str,
     return {"losses": losses, "norms": norms}
 
 
-class _Told(list):
+class _LoggedEvents(list):
     """The events of a CommLog, each written to the rank's log before the rank waits for it."""
 
     def __init__(self, log: RankLog) -> None:
@@ -183,7 +183,7 @@ def watched(log: RankLog) -> Iterator[None]:
     main = threading.get_ident()
     watch = threading.Thread(target=_watch, args=(log, over, main), daemon=True)
     watch.start()
-    with record_comms(CommLog(events=_Told(log))):
+    with record_comms(CommLog(events=_LoggedEvents(log))):
         yield
     log.write("returned")
     over.set()
@@ -209,13 +209,13 @@ def _dump(log: RankLog) -> None:
 
 def _stuck(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     """Say whether a rank with the first log waits for ever for one with the second."""
-    mine, theirs = calls_of(own), calls_of(other)
+    mine, theirs = get_calls(own), get_calls(other)
     if any(a != b for a, b in zip(mine, theirs, strict=False)):
         return True
     return len(mine) > len(theirs) and any(line["event"] == "returned" for line in other)
 
 
-def calls_of(lines: list[dict[str, Any]]) -> list[tuple[str, int]]:
+def get_calls(lines: list[dict[str, Any]]) -> list[tuple[str, int]]:
     """Return operation and bytes of every collective in a log."""
     return [(line["op"], line["bytes"]) for line in lines if line["event"] == "collective"]
 

@@ -1,8 +1,8 @@
 """The failure zoo: ten small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
-seen = run("B")                     # the fault of program B; run("B", healthy=True) is its twin
-print(seen)                         # losses, norms, traffic, where ranks stand
-seen.calls[1]                       # [("all_reduce", 712), ...]: the collectives of rank 1
+symptoms = run("B")                 # the fault of program B; run("B", healthy=True) is its twin
+print(symptoms)                     # losses, norms, traffic, where ranks stand
+symptoms.calls[1]                   # [("all_reduce", 712), ...]: the collectives of rank 1
 """
 
 from __future__ import annotations
@@ -20,72 +20,43 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.launch.failures.job import Job, Setting, calls_of, half_model, reference, watched
+from lablib.launch.failures.job import Job, Setting, get_calls, half_model, reference, watched
 from lablib.launch.measure import Call, flight_recorder_settings, read_flight_records
 from lablib.launch.ranks import RankError, rank_mesh, run_ranks
 from lablib.launch.records import RankLog, read_logs
 
 
-def mismatched_collectives(setting: Setting, log: RankLog, fault: bool) -> None:
-    """One rank shares a running mean before the gradients, the others after them."""
+def train_copies(setting: Setting, log: RankLog, program: str, fault: bool) -> None:
+    """Data parallelism by hand, in which most faults are planted: each rank has a copy and reduces its gradients."""
+    faulty = program if fault else ""
     job = Job(setting, log)
     optimizer, mean = job.optimizer(), torch.zeros(3)
+    batches = job.ranks * setting.steps
+    if faulty == "uneven data":
+        batches += 1  # no multiple of the ranks, and the rest is not dropped
+    mine = job.mine(batches)
+    if faulty == "data seen again":  # started again from a checkpoint, the loader begins at the first batch
+        mine = (mine[: setting.steps // 2] + mine)[: setting.steps]
     with watched(log):
-        for number in job.mine(job.ranks * setting.steps):
-            loss, gradient = job.backward(number)
-            if fault and job.culprit:
-                dist.broadcast(mean, src=0)
+        for step, number in enumerate(mine):
+            if faulty == "skipped batch" and job.culprit and step == setting.steps // 2:
+                continue  # and leaves out the collective with it
+            loss, gradient = job.backward(number, padding=8 if faulty == "slow rank" and job.culprit else 0)
+            if faulty == "wrong-dtype reduction":
+                gradient = gradient.bfloat16()  # which keeps 8 of 24 significant bits
+            if faulty == "mismatched collectives" and job.culprit:
+                dist.broadcast(mean, src=0)  # the others share the running mean after the gradients
                 dist.all_reduce(gradient)
             else:
                 dist.all_reduce(gradient)
-                dist.broadcast(mean, src=0)
+                if program == "mismatched collectives":
+                    dist.broadcast(mean, src=0)
             job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
-def skipped_batch(setting: Setting, log: RankLog, fault: bool) -> None:
-    """One rank leaves out a batch that it does not like, and the collective with it."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    with watched(log):
-        for i, number in enumerate(job.mine(job.ranks * setting.steps)):
-            if fault and job.culprit and i == setting.steps // 2:
-                continue
-            loss, gradient = job.backward(number)
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
-def uneven_data(setting: Setting, log: RankLog, fault: bool) -> None:
-    """The number of batches is no multiple of the ranks, and the rest is not dropped."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    batches = job.ranks * setting.steps + 1
-    if not fault:
-        batches -= batches % job.ranks
-    with watched(log):
-        for number in job.mine(batches):
-            loss, gradient = job.backward(number)
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
-def forgotten_zero_grad(setting: Setting, log: RankLog, fault: bool) -> None:
-    """The gradients of all steps so far add up."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    with watched(log):
-        for number in job.mine(job.ranks * setting.steps):
-            if not fault:
+            if faulty != "forgotten zero_grad":
                 optimizer.zero_grad()
-            loss, gradient = job.backward(number)
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
 
 
-def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
+def unsharded_parameter(setting: Setting, log: RankLog, program: str, fault: bool) -> None:
     """FSDP2 is told to leave the largest weight alone; it stays unsharded, and its gradient is averaged by nobody."""
     from torch.distributed.fsdp import fully_shard  # here: the other programs start sooner without it
 
@@ -104,33 +75,7 @@ def unsharded_parameter(setting: Setting, log: RankLog, fault: bool) -> None:
     log.write("state", bytes=sum(p.nbytes for p in kept))
 
 
-def wrong_dtype(setting: Setting, log: RankLog, fault: bool) -> None:
-    """The gradients are reduced in bfloat16, which keeps 8 of their 24 significant bits."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    with watched(log):
-        for number in job.mine(job.ranks * setting.steps):
-            loss, gradient = job.backward(number)
-            if fault:
-                gradient = gradient.bfloat16()
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
-def slow_rank(setting: Setting, log: RankLog, fault: bool) -> None:
-    """The batches of one rank are padded to three times their length."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    with watched(log):
-        for number in job.mine(job.ranks * setting.steps):
-            loss, gradient = job.backward(number, padding=8 if fault and job.culprit else 0)
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
-def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> None:
+def communicating_accumulation(setting: Setting, log: RankLog, program: str, fault: bool) -> None:
     """DDP reduces after the backward pass of every micro-batch, not of the last one only."""
     job = Job(setting, log)
     job.forward = ddp = DistributedDataParallel(job.model)
@@ -151,7 +96,7 @@ def communicating_accumulation(setting: Setting, log: RankLog, fault: bool) -> N
             optimizer.zero_grad()
 
 
-def equal_seeds(setting: Setting, log: RankLog, fault: bool) -> None:
+def equal_seeds(setting: Setting, log: RankLog, program: str, fault: bool) -> None:
     """Two ranks hold the halves of one model, as tensor parallelism cuts it, and draw them from one seed."""
     rank = dist.get_rank()
     job = Job(setting, log, "tensor parallel", half_model(setting, draw=0 if fault else rank))
@@ -173,42 +118,23 @@ def equal_seeds(setting: Setting, log: RankLog, fault: bool) -> None:
             optimizer.zero_grad()
 
 
-def data_seen_again(setting: Setting, log: RankLog, fault: bool) -> None:
-    """A job is started again from its checkpoint, and its data loader begins at the first batch."""
-    job = Job(setting, log)
-    optimizer = job.optimizer()
-    mine, place = job.mine(job.ranks * setting.steps), 0
-    with watched(log):
-        for step in range(setting.steps):
-            if step == setting.steps // 2:
-                checkpoint = {"weights": job.model.state_dict(), "place": place}
-                job.model.load_state_dict(checkpoint["weights"])
-                optimizer = job.optimizer()
-                place = 0 if fault else checkpoint["place"]
-            loss, gradient = job.backward(mine[place])
-            place += 1
-            dist.all_reduce(gradient)
-            job.update(optimizer, loss, gradient / job.ranks)
-            optimizer.zero_grad()
-
-
 RANKS = 2
 _TIMEOUT_S = 60.0  # never waited for: the watch in each rank proves a hang long before
 
-_PROGRAMS = {
-    "A": ("forgotten zero_grad", forgotten_zero_grad),
-    "B": ("skipped batch", skipped_batch),
-    "C": ("wrong-dtype reduction", wrong_dtype),
-    "D": ("mismatched collectives", mismatched_collectives),
-    "E": ("slow rank", slow_rank),
-    "F": ("accumulation that communicates", communicating_accumulation),
-    "G": ("uneven data", uneven_data),
-    "H": ("unsharded parameter", unsharded_parameter),
-    "I": ("equal seeds", equal_seeds),
-    "J": ("data seen again", data_seen_again),
-}
 #: Fault by letter.
-FAULTS = {letter: name for letter, (name, _) in _PROGRAMS.items()}
+FAULTS = {
+    "A": "forgotten zero_grad",
+    "B": "skipped batch",
+    "C": "wrong-dtype reduction",
+    "D": "mismatched collectives",
+    "E": "slow rank",
+    "F": "accumulation that communicates",
+    "G": "uneven data",
+    "H": "unsharded parameter",
+    "I": "equal seeds",
+    "J": "data seen again",
+}
+_PROGRAMS = {"F": communicating_accumulation, "H": unsharded_parameter, "I": equal_seeds}  # all others: train_copies
 _HANGS = frozenset("BDG")
 HEALTHY = "healthy"
 
@@ -329,13 +255,13 @@ def _run_until_it_hangs(
 def _play(work: list[tuple[str, bool, Setting, str]]) -> None:
     for program, healthy, setting, folder in work:
         log = RankLog(folder)
-        _PROGRAMS[program][1](setting, log, not healthy)
+        _PROGRAMS.get(program, train_copies)(setting, log, FAULTS[program], not healthy)
         log.close()
 
 
 def _check(program: str, setting: Setting) -> None:
-    if program not in _PROGRAMS:
-        raise ValueError(f"there is no program {program!r}; use {', '.join(_PROGRAMS)}")
+    if program not in FAULTS:
+        raise ValueError(f"there is no program {program!r}; use {', '.join(FAULTS)}")
     if setting.steps < 4 or setting.micro_batches < 1 or setting.width < 2 or setting.width % 2:
         raise ValueError(
             f"steps={setting.steps} must be at least 4, micro_batches={setting.micro_batches} at least 1, and "
@@ -366,7 +292,7 @@ def _symptoms(folder: Path, setting: Setting) -> Symptoms:
         losses=column("loss"),
         norms=column("norm"),
         flops=column("flops"),
-        calls=[calls_of(lines) for lines in logs],
+        calls=[get_calls(lines) for lines in logs],
         weight_norms=[_first(lines, "job")["weight_norm"] for lines in logs],
         state_bytes=[_first(lines, "state").get("bytes") for lines in logs],
         ended=[_first(lines, "hang").get("line", "returned") for lines in logs],
