@@ -5,8 +5,6 @@
 A name is looked up when it is asked for, so nothing is loaded that nobody uses. Private names may move with any
 release; those below are known to be where they stand in every release of `lablib.calc.torch_versions.SUPPORTED`.
 `tests/test_torch_private.py` finds every other private name in the repository and asks for a reason.
-
-Page: book/versions.md
 """
 
 from __future__ import annotations

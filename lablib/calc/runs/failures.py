@@ -34,7 +34,6 @@ def young_interval(cost: float, mtbf: float) -> float:
         Seconds of work between two checkpoints.
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-    Chapter: book/11_practical_fsdp.md.
     """
     _check(cost=cost, mtbf=mtbf)
     return math.sqrt(2 * cost * mtbf)
@@ -51,7 +50,6 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22(3), 2006.
-    Chapter: book/11_practical_fsdp.md.
     """
     _check(cost=cost, mtbf=mtbf)
     if cost >= 2 * mtbf:

@@ -8,7 +8,6 @@ shards. There the small batch is one micro-batch of all ranks, and the big one s
     FSDP2     b = examples of a micro-batch, all ranks    B = b times micro-batches
 
 Paper: McCandlish et al. 2018 (1812.06162), appendix A.1.
-Chapter: book/11_practical_fsdp.md
 """
 
 from __future__ import annotations

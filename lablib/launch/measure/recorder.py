@@ -250,7 +250,6 @@ def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[st
     """Return the environment variables that switch the recorder on, under their new and their old names.
 
     Source: "ProcessGroupNCCL Environment Variables" in PyTorch's documentation.
-    Chapter: book/11_practical_fsdp.md.
     """
     if entries < 1:
         raise ValueError(f"entries={entries} must be at least 1; the recorder is a ring of so many calls")
