@@ -494,32 +494,7 @@ def test_a_file_with_code_in_it_is_refused_and_runs_nothing(tmp_path) -> None:
     assert _Code.target.exists()
 
 
-BLOCK = {"size": 512, "state": "inactive"}
-SEGMENT = {"address": 0, "total_size": 512, "blocks": [BLOCK]}
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"weights": 1},
-        3.5,
-        {"segments": [], "device_traces": 7},
-        {"segments": [{}]},
-        {"segments": [SEGMENT | {"blocks": None}]},
-        {"segments": [SEGMENT | {"blocks": [BLOCK | {"state": "lost"}]}]},
-        {"segments": [], "device_traces": [[7]]},
-        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1}]]},
-        {"segments": [], "device_traces": [[{"action": "oom"}]]},
-        {"segments": [], "device_traces": [[{"action": "x", "frames": [1]}]]},
-        {"segments": [], "device_traces": [[{"action": "snapshot", "size": "x"}]]},
-        {"segments": [SEGMENT | {"device": None}]},
-        {"segments": [SEGMENT | {"device": -1}]},
-        {"segments": [SEGMENT | {"total_size": True}]},
-        {"segments": [SEGMENT | {"blocks": [BLOCK | {"requested_size": "x"}]}]},
-        {"segments": [SEGMENT | {"blocks": [BLOCK | {"size": -(10**40)}]}]},
-        {"segments": [SEGMENT | {"blocks": [BLOCK | {"frames": {"a": 1}}]}]},
-    ],
-)
+@pytest.mark.parametrize("found", [{"weights": 1}, 3.5])
 def test_what_is_no_snapshot_is_said(tmp_path, found) -> None:
     path = tmp_path / "other.pickle"
     path.write_bytes(pickle.dumps(found))
@@ -527,16 +502,19 @@ def test_what_is_no_snapshot_is_said(tmp_path, found) -> None:
         load_snapshot(path)
 
 
-def test_a_small_file_that_says_many_frames_by_reference_is_refused(tmp_path) -> None:
-    events = [{"action": "snapshot", "frames": [frame("a", 1, "f")] * 1000}] * 1000
-    path = tmp_path / "small.pickle"
-    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [events] * 200}))
-    assert path.stat().st_size < 6000
-    with pytest.raises(ValueError, match="it has more than 100,000,000 frames"):
-        load_snapshot(path)
-    path.write_bytes(pickle.dumps({"segments": [SEGMENT | {"blocks": [BLOCK] * 10**5}] * 200}))
-    with pytest.raises(ValueError, match="it has more than 10,000,000 events and blocks"):
-        load_snapshot(path)
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"segments": [], "device_traces": 7},
+        {"segments": [{}]},
+        {"segments": [{"address": 0, "total_size": 512, "blocks": None}]},
+        {"segments": [], "device_traces": [[7]]},
+        {"segments": [], "device_traces": [[{"size": 1}]]},
+    ],
+)
+def test_a_snapshot_of_another_form_is_said(found) -> None:
+    with pytest.raises(ValueError, match="this is not a memory snapshot"):
+        replay_snapshot(found)
 
 
 def test_a_file_that_is_cut_off_is_said_wherever_it_ends(tmp_path) -> None:

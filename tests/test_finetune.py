@@ -34,7 +34,7 @@ from lablib.launch.training import (
     save_adapters,
     tiny_qwen2,
 )
-from lablib.launch.training.finetune import Example, encode, load_pretrained, pair_of, write_safetensors
+from lablib.launch.training.finetune import Example, encode, load_pretrained, pad_example, write_safetensors
 from lablib.launch.training.lora import adapters, load_adapters, merge
 
 TOLERANCE = 2e-5
@@ -164,17 +164,17 @@ def by_hand(model: nn.Module, examples: list[Example]) -> float:
 
 def test_one_example_by_hand() -> None:
     """What the module's head draws."""
-    inputs, targets = pair_of(Example((1, 2, 3), (4, 5, 9)), seq=7)
+    inputs, targets = pad_example(Example((1, 2, 3), (4, 5, 9)), seq=7)
     assert inputs == [1, 2, 3, 4, 5, 9, 0]
     assert targets == [IGNORE_INDEX, IGNORE_INDEX, 4, 5, 9, IGNORE_INDEX, IGNORE_INDEX]
-    assert pair_of(Example((1, 2), (3, 4)), seq=3) == ([1, 2, 3], [IGNORE_INDEX, 3, 4])
+    assert pad_example(Example((1, 2), (3, 4)), seq=3) == ([1, 2, 3], [IGNORE_INDEX, 3, 4])
     for example, says in (
         (Example((1, 2), (3, 4, 5)), "an example has 5 tokens and seq=3 takes 4"),
         (Example((), (3,)), "needs a prompt and an answer"),
         (Example((3,), ()), "needs a prompt and an answer"),
     ):
         with pytest.raises(ValueError, match=says):
-            pair_of(example, seq=3)
+            pad_example(example, seq=3)
 
 
 def test_the_first_loss_is_the_one_computed_by_hand(runs: dict, pretrained: Path) -> None:
@@ -312,7 +312,7 @@ def test_each_rank_reads_its_rows(runs: dict, tmp_path: Path) -> None:
     save_file(state, other / "model.safetensors")
     with pytest.raises(ValueError, match=r"the safetensors have no model\.norm\.weight"):
         load_pretrained(meta_qwen(str(other)), other)
-    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(ValueError, match="has no safetensors"):
         load_pretrained(meta_qwen(str(other)), tmp_path / "nowhere")
 
 

@@ -23,7 +23,7 @@ from lablib.launch.fsdp.checkpoint import (
 )
 from lablib.launch.fsdp.history import run_history
 from lablib.launch.fsdp.memory import KINDS, forecast, init_transformer, materialize
-from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, own_rows, shard
+from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "make_mesh",
     "materialize",
     "no_sync",
-    "own_rows",
     "read_info",
     "run_history",
     "save_checkpoint",

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.parallel import (
@@ -412,15 +412,3 @@ def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:
         module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + ahead])
         before = order[::-1][:ahead] if i == 0 else order[max(1, i - ahead) : i][::-1]
         module.set_modules_to_backward_prefetch(before)
-
-
-def own_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return the first and the end of the rows of dim 0 that this rank keeps."""
-    sharded = [dim for dim, placement in enumerate(parameter.placements) if placement == Shard(0)]
-    others = [p for p in parameter.placements if p != Shard(0) and not isinstance(p, Replicate)]
-    if len(sharded) != 1 or others:
-        raise ValueError(f"placements {parameter.placements}: expected one Shard(0), as FSDP2 makes them")
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    each = -(-rows // mesh.size(sharded[0]))
-    first = min(rows, mesh.get_local_rank(sharded[0]) * each)
-    return first, min(rows, first + each)

@@ -18,27 +18,27 @@ from __future__ import annotations
 
 import random
 import shutil
+import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from lablib.calc.errors import parse_json, read_bounded, read_json
+from lablib.calc.errors import parse_json, read_bounded
 from lablib.calc.flops import skipped_by_early_stop, step_flops
 from lablib.calc.models import ModelConfig, from_hf
-from lablib.launch.fsdp import own_rows, tied_parameters, write_safetensors_file
+from lablib.launch.fsdp import materialize, tied_parameters, write_safetensors_file
 from lablib.launch.training.config import TrainConfig
 from lablib.launch.training.data import IGNORE_INDEX, Task, TaskFlops
 from lablib.launch.training.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
 from lablib.toys.text import VOCAB
 
 _LARGEST = 2**30  # bytes of a file of examples
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_examples(path: str | Path, tokenizer: Any = None) -> list[Example]:
     return examples
 
 
-def pair_of(example: Example, seq: int) -> tuple[list[int], list[int]]:
+def pad_example(example: Example, seq: int) -> tuple[list[int], list[int]]:
     """Return inputs and targets of one example, each of length `seq`."""
     ids = [*example.prompt, *example.answer]
     if not example.prompt or not example.answer:
@@ -121,7 +121,7 @@ class FineTuning(Task):
             raise ValueError("there are no examples to learn from")
         self.config, self.folder = config, Path(folder)
         self.shape: ModelConfig = from_hf(self.folder)
-        self.pairs = [pair_of(example, config.seq) for example in examples]
+        self.pairs = [pad_example(example, config.seq) for example in examples]
         largest = max(max(max(inputs), max(targets)) for inputs, targets in self.pairs)
         if largest >= self.shape.vocab:
             raise ValueError(f"token {largest} is not in the model's vocabulary of {self.shape.vocab}")
@@ -207,39 +207,38 @@ def copy_settings(pretrained: str | Path, target: str | Path) -> None:
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: str | torch.device = "cpu", *, seed: int = 0
 ) -> nn.Module:
-    """Allocate a model that is on the meta device and fill it from a folder of safetensors."""
-    from safetensors import safe_open
+    """Allocate a model that is on the meta device and fill it from a folder of safetensors; every rank must call."""
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(f"{folder} has no safetensors: give the folder of a pretrained model")
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = {name: tuple(tensor.size) for name, tensor in reader.read_metadata().state_dict_metadata.items()}
+    names: dict[int, list[str]] = {}  # of each parameter; a tied one is stored once, under one of them
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.endswith(("lora_A", "lora_B")):
+            names.setdefault(id(parameter), []).append(name)
+    chosen = []
+    for several in names.values():
+        name = next((name for name in several if name in stored), None)
+        if name is None:
+            raise ValueError(f"the safetensors have no {' or '.join(several)}: they are of another model")
+        if stored[name] != (shape := tuple(model.get_parameter(name).shape)):
+            raise ValueError(f"{folder}: {name} is {stored[name]} there and {shape} in the model")
+        chosen.append(name)
 
-    where = _files(Path(folder))
-    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, key, f"{name}.{key}".lstrip(".")))
-    adapters = {id(p) for m in model.modules() if isinstance(m, LoRALinear) for p in (m.lora_A, m.lora_B)}
-    named = {number: _stored(places, where) for number, places in owners.items() if number not in adapters}
-    with ExitStack() as files:
-        opened = {
-            file: files.enter_context(safe_open(file, framework="pt", device="cpu"))
-            for file in sorted(set(where.values()))
-        }
-        for number, name in named.items():
-            module, key, _ = owners[number][0]
-            stored, wanted = opened[where[name]].get_slice(name).get_shape(), module._parameters[key].shape
-            if tuple(stored) != tuple(wanted):
-                raise ValueError(f"{folder}: {name} is {tuple(stored)} there and {tuple(wanted)} in the model")
-        # While the parameters are still on the meta device, where an initialisation of theirs does nothing.
-        _fill_buffers(model, device)
-        for number, name in named.items():
-            old = owners[number][0][0]._parameters[owners[number][0][1]]
-            stored = opened[where[name]].get_slice(name)
-            rows = slice(*own_rows(old)) if isinstance(old, DTensor) else slice(None)
-            _place(owners[number], old, stored[rows], device)
-    generator = torch.Generator().manual_seed(seed)
-    for number in owners:
-        if number in adapters:
-            module, key, _ = owners[number][0]
-            _place(owners[number], module._parameters[key], _adapter(module, key, generator), device)
+    def fill(name: str, module: nn.Module) -> None:
+        """Draw adapters, compute what no file holds, such as rotary frequencies, and leave the rest to the reader."""
+        for parameter in module.parameters(recurse=False):
+            parameter.zero_()
+        if isinstance(module, LoRALinear):
+            module.reset_adapter()
+        elif list(module.buffers(recurse=False)):
+            model._init_weights(module)
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        materialize(model, fill, device)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load({name: model.get_parameter(name).detach() for name in chosen}, storage_reader=reader)
     return model
 
 
@@ -248,64 +247,6 @@ def write_safetensors(model: nn.Module, file: str | Path) -> Path:
     again = {name for _, *others in tied_parameters(model) for name in others}
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name not in again}
     return write_safetensors_file(tensors, file)
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return for each tensor's name the file that holds it."""
-    from safetensors import safe_open
-
-    if (folder / _INDEX).is_file():
-        content = read_json(folder / _INDEX)
-        return {name: folder / file for name, file in content["weight_map"].items()}
-    if not (folder / _SINGLE).is_file():
-        raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}: give a folder of safetensors")
-    with safe_open(folder / _SINGLE, framework="pt", device="cpu") as file:
-        return dict.fromkeys(file.keys(), folder / _SINGLE)
-
-
-def _stored(places: list[tuple[nn.Module, str, str]], where: dict[str, Path]) -> str:
-    """Return the name under which a parameter is stored; a tied one is stored once, under one of its names."""
-    names = [name for _, _, name in places]
-    found = next((name for name in names if name in where), None)
-    if found is None:
-        raise ValueError(f"the safetensors have no {' or '.join(names)}: they are of another model")
-    return found
-
-
-def _place(places: list[tuple[nn.Module, str, str]], old: Tensor, rows: Tensor, device: str | torch.device) -> None:
-    """Put this rank's rows in the place of a parameter without memory, under all of its names."""
-    value: Tensor = rows.to(device=device, dtype=old.dtype, copy=True)
-    if isinstance(old, DTensor):
-        value = DTensor.from_local(
-            value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )
-    parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-    for module, key, _ in places:
-        module._parameters[key] = parameter
-
-
-def _adapter(layer: LoRALinear, key: str, generator: torch.Generator) -> Tensor:
-    """Return this rank's rows of a new adapter; all ranks draw the same full one."""
-    old = layer._parameters[key]
-    full = torch.zeros(old.shape)
-    if key == "lora_A":
-        nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
-    return full[slice(*own_rows(old))] if isinstance(old, DTensor) else full
-
-
-def _fill_buffers(model: nn.Module, device: str | torch.device) -> None:
-    """Compute what no checkpoint holds, such as rotary frequencies, by the model's own initialisation."""
-    for name, module in model.named_modules():
-        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
-        if not buffers:
-            continue
-        for key, buffer in buffers.items():
-            full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            module._buffers[key] = full.fill_(torch.nan) if full.is_floating_point() else full
-        if hasattr(model, "_init_weights"):
-            model._init_weights(module)
-        if bad := [k for k in buffers if module._buffers[k].is_floating_point() and module._buffers[k].isnan().any()]:
-            raise ValueError(f"{name} does not compute its buffers {', '.join(bad)} in _init_weights")
 
 
 def tiny_qwen2(folder: str | Path, *, hidden: int = 32, layers: int = 2, tied: bool = False, seed: int = 0) -> Path:
