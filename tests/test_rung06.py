@@ -215,29 +215,6 @@ def test_a_rank_that_leaves_is_no_endless_loop():
         World(2, (0, 1), {}).run(act)
 
 
-# --- FSDP1 -------------------------------------------------------------------------------------------------
-
-
-def test_the_page_about_fsdp1_says_what_happens():
-    from lablib.launch.fsdp import run_history
-    from lablib.launch.fsdp.history import EXPERIMENTS
-
-    seen = {result.name: result for result in run_history()}
-    assert list(seen) == list(EXPERIMENTS)
-    fails = {name for name, result in seen.items() if result.error}
-    assert fails >= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names"}
-    assert fails <= {"policy called", "policy of FSDP2", "prefetch policy", "mesh without names", "no device_id"}
-    # Wrapped alike, both send alike; without a policy everything is one message.
-    for name in ("wrapped by class", "policy as partial", "original parameters"):
-        assert (seen[name].calls, seen[name].bytes) == (seen["FSDP2 per block"].calls, seen["FSDP2 per block"].bytes)
-    assert seen["no policy"].calls == {"all_gather": 1, "reduce_scatter": 1}
-    assert seen["SHARD_GRAD_OP"].calls == {"all_gather": 5, "reduce_scatter": 5}
-    assert seen["NO_SHARD"].calls == {"all_reduce": 5}
-    assert "deprecated" in seen["NO_SHARD"].warning
-    assert seen["mixed precision"].bytes["all_gather"] * 2 == seen["no policy"].bytes["all_gather"]
-    assert (seen["wrapped by class"].parameters, seen["original parameters"].parameters) == (5, 39)
-
-
 # --- the chapter -------------------------------------------------------------------------------------------
 
 

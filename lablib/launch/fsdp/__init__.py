@@ -4,7 +4,6 @@
     wrapping     which modules become units
     memory       models born on the meta device, and the memory that PyTorch's own tracker predicts
     checkpoint   distributed checkpoints, and a model as one safetensors file
-    history      FSDP1 beside FSDP2
 
 Read `sharding` first. Chapters 06 and 11.
 """
@@ -21,7 +20,6 @@ from lablib.launch.fsdp.checkpoint import (
     verify_checkpoint,
     write_safetensors_file,
 )
-from lablib.launch.fsdp.history import run_history
 from lablib.launch.fsdp.memory import KINDS, forecast, init_transformer, materialize
 from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
@@ -43,7 +41,6 @@ __all__ = [
     "materialize",
     "no_sync",
     "read_info",
-    "run_history",
     "save_checkpoint",
     "shard",
     "tied_parameters",
