@@ -210,16 +210,14 @@ def torch_index() -> list[str]:
     Raises:
         SystemExit: If there is no driver, or one that is too old for any CUDA build of it.
     """
-    sys.path.insert(0, str(ROOT))
-    from lablib.cli.nvidia_smi import driver_cuda
-
     try:
-        told = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60).stdout
+        head = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        told = ""
-    newest = driver_cuda(told)
-    if newest is None:
+        head = ""
+    found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", head)
+    if found is None:
         raise SystemExit("nvidia-smi names no CUDA version, so no torch with CUDA would find a GPU here.")
+    newest = (int(found[1]), int(found[2]))
     if newest[0] < 12:
         raise SystemExit(
             f"The driver runs CUDA up to {newest[0]}.{newest[1]}, and the course's torch needs 12 or newer: "
