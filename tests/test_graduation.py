@@ -13,7 +13,7 @@ from lablib.checks import graduation
 from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, answer_source, examine, is_untouched, unmet
 from lablib.cli.main import app
 from lablib.launch import runs
-from lablib.launch.runs import gpu_report, where_of
+from lablib.launch.runs import describe_machine, gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -171,8 +171,8 @@ def test_only_a_real_model_with_a_gpu_for_each_rank_is_a_run_on_gpus(tmp_path, w
 
 
 def test_cpu_ranks_on_a_machine_with_gpus_are_labelled_as_that(tmp_path):
-    assert where_of(_record(tmp_path, device="cpu")) == "Xeon, 8 CPUs"
-    assert where_of(_record(tmp_path)) == "2 x H100"
+    assert describe_machine(_record(tmp_path, device="cpu")) == "Xeon, 8 CPUs"
+    assert describe_machine(_record(tmp_path)) == "2 x H100"
 
 
 @pytest.mark.parametrize("lost", ["one-1.json", "strong-2.json"])

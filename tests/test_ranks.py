@@ -145,7 +145,7 @@ def timed_out(work, world_size, places):
     for timeout in (2, 10, 50):
         with pytest.raises(RankTimeout, match=f"no result after {timeout} s from rank") as caught:
             run_ranks(work, world_size, timeout=timeout)
-        standing = caught.value.standing
+        standing = caught.value.waiting_at
         if standing.keys() == places.keys() and all(re.search(p, standing[r]) for r, p in places.items()):
             break
     return caught.value
@@ -171,7 +171,7 @@ def test_a_hung_rank_is_reported_with_where_each_stands():
     error = timed_out(work, 4, places)
     assert error.ranks == [0, 2, 3]
     for rank, place in places.items():
-        assert re.search(place, error.standing[rank])
+        assert re.search(place, error.waiting_at[rank])
     assert "s from ranks 0, 2 and 3 of 4" in str(error)
     assert "rank 1: has returned" in str(error)
 
@@ -185,7 +185,7 @@ def test_one_rank_that_never_comes_is_not_a_failure_of_the_others():
     places = {0: r"signal\.pause\(\)", 1: r"dist\.barrier\(\)"}
     error = timed_out(work, 2, places)
     for rank, place in places.items():
-        assert re.search(place, error.standing[rank])
+        assert re.search(place, error.waiting_at[rank])
 
 
 def test_works_after_the_notebook_ran_backward():
@@ -434,9 +434,9 @@ CELLS = [
     "        run_ranks(hang, 2, timeout=timeout)\n"
     "    except RankTimeout as error:\n"
     "        said = error\n"
-    "    if 'dist.barrier()' in said.standing.get(1, ''):\n"
+    "    if 'dist.barrier()' in said.waiting_at.get(1, ''):\n"
     "        break\n"
-    "assert 'Cell In[' in said.standing[1] and 'dist.barrier()' in said.standing[1], said\n"
+    "assert 'Cell In[' in said.waiting_at[1] and 'dist.barrier()' in said.waiting_at[1], said\n"
     "print(said.ranks)",
 ]
 

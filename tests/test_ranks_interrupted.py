@@ -84,7 +84,7 @@ def test_a_start_that_gets_no_answer_ends_with_the_timeout(stopped_server, monke
     monkeypatch.setattr(ranks, "_START_S", 0.3)
     with pytest.raises(RankTimeout, match=r"no start of all ranks after 0.5 s: the server .* was ended") as caught:
         run_ranks(os.getpid, 2, timeout=0.5)
-    assert caught.value.standing == {0: "not started", 1: "not started"}
+    assert caught.value.waiting_at == {0: "not started", 1: "not started"}
     assert run_ranks(lambda: 7, 2) == [7, 7]
     assert server_pid() != stopped_server
 

@@ -51,7 +51,7 @@ class Machine:
 
     def _train(self, config, ranks):
         Path(config.folder).mkdir(parents=True, exist_ok=True)
-        micro, count = config.batches_of(ranks)
+        micro, count = config.split_batch(ranks)
         seconds = 0.01 * count * micro + (0.02 if ranks > 1 else 0)
         tokens = config.global_batch * config.seq
         for rank in range(ranks):

@@ -19,7 +19,7 @@ from lablib.launch.training import (
     SampleOrder,
     TokenWindows,
     TrainConfig,
-    config_of,
+    config_from_args,
     open_tokens,
     read_metrics,
     text_tokens,
@@ -186,9 +186,9 @@ def test_bad_configurations(options: dict, says: str) -> None:
 
 def test_batches_of_a_rank() -> None:
     config = TrainConfig(folder="unused", global_batch=24, micro_batch=3)
-    assert [config.batches_of(ranks) for ranks in (1, 2, 4, 8)] == [(3, 8), (3, 4), (3, 2), (3, 1)]
+    assert [config.split_batch(ranks) for ranks in (1, 2, 4, 8)] == [(3, 8), (3, 4), (3, 2), (3, 1)]
     with pytest.raises(ValueError, match="5 ranks do not divide global_batch=24"):
-        config.batches_of(5)
+        config.split_batch(5)
     assert "4 micro-batches of 3 on each of 2 ranks" in describe(config, 2)
 
 
@@ -204,10 +204,10 @@ def test_settings_survive_json_and_their_differences_are_named() -> None:
 
 def test_the_command_line_has_every_setting(tmp_path: Path) -> None:
     parser = train_parser("A test.", model="10m")
-    config = config_of(parser.parse_args(["--folder", str(tmp_path)]))
+    config = config_from_args(parser.parse_args(["--folder", str(tmp_path)]))
     assert config == TrainConfig(folder=str(tmp_path), model="10m")
     words = "--steps 7 --clip inf --betas 0.8 0.9 --compile --no-reshard --recompute full --lr 2e-4"
-    config = config_of(parser.parse_args(["--folder", "a", *words.split()]))
+    config = config_from_args(parser.parse_args(["--folder", "a", *words.split()]))
     assert (config.steps, config.clip, config.betas) == (7, float("inf"), (0.8, 0.9))
     assert (config.compile, config.reshard, config.recompute, config.lr) == (True, False, "full", 2e-4)
     assert all(action.help for action in parser._actions)

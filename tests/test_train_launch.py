@@ -30,7 +30,7 @@ from lablib.calc.params import count_params
 from lablib.launch.fsdp import latest_checkpoint, read_info
 from lablib.launch.runs import plain_loop
 from lablib.launch.runs.start import check_alone
-from lablib.launch.training import config_of, read_metrics, train_model, train_parser
+from lablib.launch.training import config_from_args, read_metrics, train_model, train_parser
 from tests.processes import end, ended, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def expected(folder: Path) -> list[float]:
     parser = train_parser("A test.")
     args = parser.parse_args([*SMALL, "--folder", str(folder)])
-    return [step["loss"] for step in plain_loop(config_of(args))]
+    return [step["loss"] for step in plain_loop(config_from_args(args))]
 
 
 def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
     assert (ROOT / script).is_file()
     parsed = runpy.run_path(str(ROOT / script))["arguments"](options)
     assert (parsed.config.model, parsed.config.steps, parsed.save_every) == ("gpt2-124m", 200, 50)
-    assert parsed.config.batches_of(8) == (8, 1)
+    assert parsed.config.split_batch(8) == (8, 1)
     # SkyPilot's own image has a Python that the course refuses; this one has what tools/setup_gpu.sh looks for.
     assert os.access(ROOT / task["setup"], os.X_OK)
     assert re.fullmatch(r"docker:pytorch/pytorch:2\.1[1-5]\.\d+-cuda.*-devel", task["resources"]["image_id"])

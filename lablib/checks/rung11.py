@@ -22,7 +22,7 @@ from lablib.calc.runs import noise_scale as solve
 from lablib.checks.judging import Wrong, check, close, numbers, whole
 from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
-from lablib.launch.runs import gpu_report, read_run, scaling_records, where_of
+from lablib.launch.runs import describe_machine, gpu_report, read_run, scaling_records
 from lablib.launch.training import TrainConfig, Trainer
 
 __all__ = ["audit_mfu", "checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
@@ -623,7 +623,7 @@ def _reported(folder: Path) -> tuple[Phases, list[Phases], str]:
     one, *_, many = [record for record in scaling_records(folder) if record["scaling"] != "weak"]
     alone = _mean(one["samples"][0], None, one["warm_up"])
     share = alone["compute"] / many["ranks"]
-    return alone, [_mean(lines, share, many["warm_up"]) for lines in many["samples"]], where_of(many)
+    return alone, [_mean(lines, share, many["warm_up"]) for lines in many["samples"]], describe_machine(many)
 
 
 @functools.cache

@@ -195,7 +195,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
-    from lablib.launch.runs import where_of
+    from lablib.launch.runs import describe_machine
 
     first = found[0]
     where = first["machine"]
@@ -203,7 +203,7 @@ def _facts(found: list[dict[str, Any]]) -> dict[str, str]:
     config = first["facts"].get("config") or {}
     commands = dict.fromkeys(record["command"] for record in found)
     return {
-        "machine": "; ".join(dict.fromkeys(where_of(record) for record in found)),
+        "machine": "; ".join(dict.fromkeys(describe_machine(record) for record in found)),
         "versions": ", ".join(versions),
         "settings": ", ".join(f"{key}={value}" for key, value in config.items() if key != "folder") or "not known",
         "commit": ", ".join(dict.fromkeys(record["commit"] for record in found)),

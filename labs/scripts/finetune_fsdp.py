@@ -27,7 +27,7 @@ from lablib.launch.training import (
     StopOnSignal,
     Trainer,
     addition_examples,
-    config_of,
+    config_from_args,
     copy_settings,
     exit_code,
     export_merged,
@@ -92,7 +92,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     try:
-        args.config = config_of(args)
+        args.config = config_from_args(args)
     except ValueError as error:
         parser.error(str(error))
     if args.demo == bool(args.pretrained or args.examples) or bool(

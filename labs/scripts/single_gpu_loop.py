@@ -17,7 +17,7 @@ from statistics import median
 from lablib.launch.ranks import one_sentence
 from lablib.launch.records import this_machine, write_json
 from lablib.launch.runs import compare_loops, launched_ranks, plain_loop
-from lablib.launch.training import config_of, train_parser
+from lablib.launch.training import config_from_args, train_parser
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     try:
-        args.config = config_of(args)
+        args.config = config_from_args(args)
     except ValueError as error:
         parser.error(str(error))
     return args

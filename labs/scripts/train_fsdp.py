@@ -32,7 +32,7 @@ from lablib.launch.training import (
     StopOnSignal,
     Trainer,
     Validate,
-    config_of,
+    config_from_args,
     exit_code,
     resume,
     train_parser,
@@ -60,7 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     try:
-        args.config = config_of(args)
+        args.config = config_from_args(args)
     except ValueError as error:
         parser.error(str(error))
     if args.save_every < 0:

@@ -60,7 +60,7 @@ def late():
     try:
         run_ranks(hang, 4, timeout=1)
     except RankTimeout as error:
-        assert "signal.pause()" in error.standing[1] and "dist.barrier()" in error.standing[3]
+        assert "signal.pause()" in error.waiting_at[1] and "dist.barrier()" in error.waiting_at[3]
         return time.perf_counter() - start - 1
 
 def stay():

@@ -174,7 +174,7 @@ def save_checkpoint(
                 writing.set_exception(readable(error))
 
         threading.Thread(target=finish, name=f"checkpoint-{step}").start()
-    saving = Saving(name_of(folder, step), writing)
+    saving = Saving(checkpoint_path(folder, step), writing)
     if wait:
         saving.result()
     else:
@@ -240,14 +240,14 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def name_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Return where the checkpoint of a step will be."""
     return folder / f"step-{step:08d}"
 
 
 def begin(folder: Path, step: int, token: str) -> Path:
     """Return the folder to write to; leftovers of saves that died are removed."""
-    if (target := name_of(folder, step)).exists():
+    if (target := checkpoint_path(folder, step)).exists():
         raise ValueError(f"{target} is there already: delete it, or save to another folder")
     for dead in folder.glob(f"{_ASIDE}*"):
         shutil.rmtree(dead)
@@ -262,7 +262,7 @@ def publish(aside: Path, info: dict[str, Any], keep: int | None) -> Path:
     sizes = {path.name: path.stat().st_size for path in files}
     write_json(aside / INFO, {**info, "files": sizes, "crc32": {path.name: _crc32(path) for path in files}})
     _sync(aside)
-    target = name_of(aside.parent, info["step"])
+    target = checkpoint_path(aside.parent, info["step"])
     aside.rename(target)
     _sync(aside.parent)
     for old in complete_checkpoints(aside.parent)[: -keep if keep else 0]:

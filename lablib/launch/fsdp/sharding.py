@@ -204,7 +204,7 @@ def shard(
     root_reshard = False if root_reshard is None else root_reshard
     check_reshard(reshard_after_forward, shards, "reshard_after_forward")
     check_reshard(root_reshard, shards, "root_reshard")
-    policy = policy_of(precision)
+    policy = get_precision_policy(precision)
     backend = compiler(compile_blocks, device)
     check_options(model, wrap, offload, device, prefetch, backend, recompute)
     chosen = wrap_units(model, wrap)
@@ -307,7 +307,7 @@ def make_mesh(mesh: DeviceMesh | tuple[int, ...] | None = None) -> DeviceMesh:
     return rank_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
 
 
-def policy_of(precision: str | MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+def get_precision_policy(precision: str | MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return the policy of a precision by name, or the policy itself."""
     if isinstance(precision, MixedPrecisionPolicy):
         return precision

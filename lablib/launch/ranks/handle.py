@@ -161,7 +161,7 @@ def readable(traceback: str) -> str:
     return re.sub(r'File "(.*?)"', lambda found: _cell(found[1]) or found[0], traceback)
 
 
-def standing(stacks: str) -> str | None:
+def find_waiting_line(stacks: str) -> str | None:
     """Return the innermost line that is not a library's, and the function that it waits in; None without a stack."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
     main_thread = next((text for text in reversed(threads) if _ENTRY in text), "")

@@ -31,7 +31,7 @@ import cloudpickle
 
 from lablib.launch.rank_server import Interrupts, ensure_server, no_main_module, server_pid, uninterrupted
 from lablib.launch.ranks import rank_process
-from lablib.launch.ranks.handle import Rank, cells, enumerate_ranks, readable, standing
+from lablib.launch.ranks.handle import Rank, cells, enumerate_ranks, find_waiting_line, readable
 from lablib.launch.ranks.transport import check, check_device, environment, pickle_call
 
 _GRACE_S = 1.0  # after the first failure: time for the others to say what they saw
@@ -66,13 +66,13 @@ class RankTimeout(TimeoutError):
 
     Attributes:
         ranks: The ranks that were still at work.
-        standing: For each of them, the line it stood on.
+        waiting_at: For each of them, the line it stood on.
     """
 
-    def __init__(self, message: str, standing: dict[int, str]) -> None:
+    def __init__(self, message: str, waiting_at: dict[int, str]) -> None:
         super().__init__(message)
-        self.ranks = sorted(standing)
-        self.standing = standing
+        self.ranks = sorted(waiting_at)
+        self.waiting_at = waiting_at
 
 
 def run_ranks(
@@ -239,7 +239,7 @@ def _error(failed: list[Rank]) -> RankError:
     if others:
         message += f"; {enumerate_ranks([rank.number for rank in others])} failed after it"
     message += f"\n\n{text}"
-    place = standing(first.stderr())
+    place = find_waiting_line(first.stderr())
     if place:
         message += f"\n{place}"
     elif first.stderr():
@@ -252,7 +252,7 @@ def _timeout(ranks: list[Rank], late: list[Rank], timeout: float) -> RankTimeout
     for rank in late:
         rank.ask_for_stack()
     deadline = time.monotonic() + _STACK_S
-    stacks = {rank.number: standing(rank.read_stack(deadline)) or _SILENT for rank in late}
+    stacks = {rank.number: find_waiting_line(rank.read_stack(deadline)) or _SILENT for rank in late}
     lines = [f"  rank {rank.number}: {stacks.get(rank.number, 'has returned')}" for rank in ranks]
     who = enumerate_ranks([rank.number for rank in late])
     message = f"no result after {timeout:g} s from {who} of {len(ranks)}. Where they stand:\n"

@@ -25,12 +25,12 @@ from lablib.launch.runs.scaling import (
     REAL_PARAMS,
     ScalingReport,
     compare_reports,
+    describe_machine,
     gpu_report,
     read_run,
     report_differences,
     report_rows,
     scaling_records,
-    where_of,
 )
 from lablib.launch.runs.start import compare_loops, launched_ranks, plain_loop
 
@@ -44,6 +44,7 @@ __all__ = [
     "compare_reports",
     "compare_with",
     "describe",
+    "describe_machine",
     "gpu_report",
     "kill_and_resume",
     "launched_ranks",
@@ -59,5 +60,4 @@ __all__ = [
     "torchrun",
     "undisturbed",
     "what_can_be_measured",
-    "where_of",
 ]

@@ -184,7 +184,7 @@ def kill_and_resume(
 ) -> Survivor:
     """Train under torchrun, kill one (rank, after a step) with SIGKILL once, and let torchrun start the job again."""
     config = TrainConfig(folder=folder, **settings)
-    config.batches_of(ranks)
+    config.split_batch(ranks)
     if not (0 <= kill[0] < ranks and 0 < kill[1] < config.steps):
         raise ValueError(
             f"kill={kill} must name one of {ranks} ranks and a step before the last, which is {config.steps}"

@@ -192,7 +192,7 @@ def on_gpus(record: Mapping[str, Any]) -> bool:
     return device.startswith("cuda") and record["ranks"] <= len(record["machine"]["gpus"])
 
 
-def where_of(record: Mapping[str, Any]) -> str:
+def describe_machine(record: Mapping[str, Any]) -> str:
     """Return in one line what a run was made on."""
     on_cpu = record["facts"].get("device") == "cpu"
     return machine_label(record["machine"] | ({"gpus": []} if on_cpu else {}), [record])
@@ -212,7 +212,7 @@ def gpu_report(experiments: Path | None = None) -> Path | None:
     return max(found)[1] if found else None
 
 
-def loss_of(record: Mapping[str, Any], one: Mapping[str, Any]) -> ScalingLoss:
+def get_scaling_loss(record: Mapping[str, Any], one: Mapping[str, Any]) -> ScalingLoss:
     """Return what a run lost against the run on one rank."""
     scaling = record["scaling"]
     alone = [[_phases(line, None)] for line in _counted(one)[0]]
@@ -247,12 +247,12 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "predicted_error": told.get("step_error"),
             "error": predicted / measured.median - 1 if predicted else None,
             "yours": record.get("yours") or {},
-            "where": where_of(record),
+            "where": describe_machine(record),
             "date": record["date"],
         }
         if record["scaling"] != "one":
             faster = speedup(base.median, measured.median, record["ranks"], scaling=record["scaling"])
-            loss = loss_of(record, one)
+            loss = get_scaling_loss(record, one)
             alone = (one["predicted"] or {}).get("step")
             row |= {
                 "speedup": faster,

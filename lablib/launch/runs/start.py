@@ -108,7 +108,7 @@ def plain_loop(config: TrainConfig, device: str | torch.device = "cpu") -> Itera
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=device.type == "cuda")
     cast = torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
-    micro, count = config.batches_of(1)
+    micro, count = config.split_batch(1)
     for step in range(1, config.steps + 1):
         begun = time.perf_counter()
         samples, total = order.take((step - 1) * config.global_batch, config.global_batch), 0.0

@@ -12,7 +12,7 @@
 Read `trainer` first. Chapter 11.
 """
 
-from lablib.launch.training.config import TrainConfig, config_of, train_model, train_parser
+from lablib.launch.training.config import TrainConfig, config_from_args, train_model, train_parser
 from lablib.launch.training.data import (
     IGNORE_INDEX,
     SampleOrder,
@@ -57,7 +57,7 @@ __all__ = [
     "Validate",
     "add_lora",
     "addition_examples",
-    "config_of",
+    "config_from_args",
     "copy_settings",
     "exit_code",
     "export_merged",

@@ -142,7 +142,7 @@ class TrainConfig:
         if not 0 <= self.lr_final <= 1:
             raise ValueError(f"lr_final={self.lr_final} is a share of the peak: from 0 to 1")
         self.learning_rate(1)
-        self.batches_of(self.replicas)
+        self.split_batch(self.replicas)
         if not self.model:
             return
         shape = train_model(self.model)
@@ -155,7 +155,7 @@ class TrainConfig:
         """Steps of the learning-rate schedule."""
         return self.lr_steps or self.steps
 
-    def batches_of(self, ranks: int) -> tuple[int, int]:
+    def split_batch(self, ranks: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in a step) of each of so many ranks."""
         share, rest = divmod(self.global_batch, ranks)
         if rest or not share:
@@ -199,7 +199,7 @@ def differences(saved: dict[str, Any], settings: dict[str, Any]) -> str:
 def describe(config: TrainConfig, ranks: int) -> str:
     """Return in one sentence what a step of a run is."""
     shape = train_model(config.model)
-    micro, count = config.batches_of(ranks)
+    micro, count = config.split_batch(ranks)
     flops = step_flops(shape, batch=config.global_batch, seq=config.seq).model
     return (
         f"{config.model} ({count_params(shape).total / 1e6:,.1f} M parameters): a step is {config.global_batch} x "
@@ -226,7 +226,7 @@ def train_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def config_of(args: argparse.Namespace) -> TrainConfig:
+def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """Return the run that was asked for."""
     values = {each.name: getattr(args, each.name) for each in fields(TrainConfig)}
     return TrainConfig(**values | {"betas": tuple(values["betas"])})

@@ -95,7 +95,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, callbacks: Sequence[Callback] = (), task: Task | None = None) -> None:
         self.config, self.callbacks = config, list(callbacks)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.micro_batch, self.accumulation = config.batches_of(ranks)
+        self.micro_batch, self.accumulation = config.split_batch(ranks)
         mesh = make_mesh((config.replicas, ranks // config.replicas) if config.replicas > 1 else None)
         self.rank, self.world_size = dist.get_rank(), ranks
         self.device = rank_device()
