@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.flops import step_flops
+from lablib.calc.flops import mfu, step_flops
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.planner import (
     LLAMA3,
@@ -346,8 +346,25 @@ def test_candidates_are_valid_sorted_and_fit() -> None:
     assert result.distinct(3) == result.distinct()[:3]
     best = result.best
     assert result.mfu(best) == pytest.approx(result.tflops(best) / 989.4)
-    flops = step_flops(preset("llama-3-8b"), batch=96, seq=8192, causal=True).model
+    flops = step_flops(preset("llama-3-8b"), batch=96, seq=8192).model
     assert result.tflops(best) == pytest.approx(flops / best.step / 24 / 1e12)
+
+
+@pytest.mark.parametrize(("gpus", "seq"), [(8, 8192), (64, 32768)])
+def test_one_step_has_one_mfu(gpus: int, seq: int) -> None:
+    """The planner's, that of `flops.mfu` and that of chapter 11's equation, which the check of its exercise computes."""
+    result = plan("llama-3-8b", gpus=gpus, seq=seq, global_batch=64)
+    best, model, peak = result.best, preset("llama-3-8b"), accelerator("h100").peak("bf16")
+    step = step_flops(model, batch=64, seq=seq)
+    assert result.mfu(best) == pytest.approx(mfu(step, seconds=best.step, devices=gpus, peak=peak))
+    in_products = (
+        count_params(model).total - model.vocab * model.hidden
+    )  # the embedding is looked up; norms are nothing
+    by_hand = 64 * seq * (6 * in_products + 12 * model.num_layers * model.hidden * seq) / best.step / gpus / peak
+    assert result.mfu(best) == pytest.approx(by_hand, rel=1e-4)
+    half = step_flops(model, batch=64, seq=seq, causal=True)
+    assert result.mfu(best, causal=True) == pytest.approx(mfu(half, seconds=best.step, devices=gpus, peak=peak))
+    assert result.mfu(best, causal=True) < result.mfu(best)
 
 
 def test_what_the_planner_does_not_know_is_said() -> None:
@@ -537,7 +554,7 @@ def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
     model = preset("qwen3-30b-a3b")
     found = plan(model, gpus=64, seq=4096, global_batch=256, ep=8, tp=1, pp=1)
     tokens, params = 256 * 4096, count_params(model)
-    flops = step_flops(model, batch=256, seq=4096, causal=True)
+    flops = step_flops(model, batch=256, seq=4096)
     # Looking up an embedding is no product, and norms are no matrix: 6 FLOPs for every other active parameter.
     products = 6 * tokens * (params.active - model.vocab * model.hidden)
     assert flops.model - 3 * flops.by_component["scores"] == pytest.approx(products, rel=1e-3)

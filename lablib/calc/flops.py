@@ -9,7 +9,7 @@ Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each
     step               72 b s h² L (1 + s / (6h) + V / (12 h L))
 
 Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
-them; `causal=True` counts the half. A layer with a sliding window of w tokens (Mistral, Gemma) needs `s w` pairs, and
+them: `ALL_PAIRS` says so beside every MFU. `causal=True` counts the half. A layer with a sliding window of w tokens (Mistral, Gemma) needs `s w` pairs, and
 is counted so; a kernel that gets the window as a mask, as Hugging Face's "sdpa" does, computes all of them.
 Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
 PyTorch's checkpoint stops a replay when backward has all that it needs (`early_stop`): the down projection of each
@@ -36,6 +36,9 @@ from lablib.calc.models import ModelConfig
 from lablib.calc.params import attention_matrices, count_params
 
 RECOMPUTE = ("none", "selective", "full")
+
+#: What every MFU of the course counts, in words.
+ALL_PAIRS = "all pairs of attention"
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,8 @@ def skipped_by_early_stop(config: ModelConfig, tokens: int) -> int:
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
     """Return model FLOPs utilization: FLOPs of the model over those that the hardware could do in that time.
 
-    `MFU = F_model / (seconds · devices · peak)`.
+    `MFU = F_model / (seconds · devices · peak)`. F_model has all pairs of attention, unless the step was counted
+    with `causal=True`: half as many FLOPs of the scores, and another MFU.
 
     Args:
         flops: A step, or its model FLOPs as a number.

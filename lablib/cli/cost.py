@@ -23,6 +23,7 @@ def cost(
 ) -> None:
     """Say what the GPU labs cost on a machine at a price, and what the planner expects of it."""
     from lablib.calc.errors import plural
+    from lablib.calc.flops import ALL_PAIRS
     from lablib.calc.runs import expect_step, lab_budgets, parse_machine
     from lablib.calc.units import format_count, parse_count
 
@@ -62,6 +63,7 @@ def cost(
             f"{each.machine.name:<20}{each.bandwidth / 1e9:>10.1f}{1e3 * each.seconds:>8.1f}{each.efficiency:>8.0%}"
             f"{each.mfu:>5.0%}{each.tokens_per_second:>10,.0f}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>13.2f}"
         )
+    typer.echo(f"MFU: {ALL_PAIRS} count")
     for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):
         typer.echo(f"assumed link of {name}")
     for each in expected:

@@ -178,6 +178,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "seconds": candidate.seconds,
         "step_error": result.like(candidate).as_dict(),
         "mfu": result.mfu(candidate),
+        "mfu_causal_pairs": result.mfu(candidate, causal=True),
         "tflops_per_gpu": result.tflops(candidate),
         "hardware_tflops_per_gpu": result.tflops(candidate, hardware=True),
         "tokens_per_second": load.global_batch * load.seq / candidate.step,
@@ -192,6 +193,7 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     """Return the best layouts as aligned text, and why the winner wins."""
     from lablib.calc.errors import plural
+    from lablib.calc.flops import ALL_PAIRS
     from lablib.calc.layouts.planner import not_modelled
 
     load, machine = result.load, result.cluster
@@ -231,7 +233,9 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             + (chunks if layout.pp > 1 else "-")
             + folded
         )
-    lines += ["", *textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
+    half = f"MFU and TFLOP/s: {ALL_PAIRS} count; with those that a causal mask leaves, the first has"
+    lines += ["", *textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]
+    lines += [*textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
     limits = not_modelled(load, result.best.layout)
     if limits:
         items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]

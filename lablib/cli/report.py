@@ -70,6 +70,7 @@ def build_report(folder: str | Path) -> Path:
     """
     import matplotlib.pyplot as plt
 
+    from lablib.calc.flops import ALL_PAIRS
     from lablib.launch.records import write_json
     from lablib.launch.runs import report_rows, scaling_records
     from lablib.view import runs as view
@@ -111,7 +112,7 @@ def build_report(folder: str | Path) -> Path:
     write_json(folder / "rows.json", {"rows": table})
     head = ["run", "ms a step", "quartiles", "predicted ms", "your ms", "tokens/s"]
     head += ["speedup", "predicted speedup", "your speedup", "efficiency"]
-    head += ["MFU", "GB", "predicted GB", "your GB"]
+    head += [f"MFU, {ALL_PAIRS}", "GB", "predicted GB", "your GB"]
     cells = [_cells(row) for row in table]
     # A column that nobody has a number for says nothing: MFU on a CPU, predictions where there were none.
     kept = [i for i in range(len(head)) if any(row[i] != "-" for row in cells)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lablib.calc.flops import ALL_PAIRS
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner import NEAREST, PART_NAMES, Candidate, Layout, Plan, check_layout, layout_peak, plan
 from lablib.calc.models import ModelConfig
@@ -143,7 +144,7 @@ def _answer(found: Plan, name: str, own: Candidate, taken: bool) -> Reason:
     slower = own.step / found.best.step - 1
     text = (
         f"{name.capitalize()}: {own.layout} fits, {_gb(own.total_memory)} of {_gb(found.capacity)}, and takes "
-        f"{own.step:.2f} s a step, MFU {found.mfu(own):.0%}"
+        f"{own.step:.2f} s a step, MFU {found.mfu(own):.0%} ({ALL_PAIRS})"
     )
     if not taken:
         gaps = {part: own.seconds[part] - found.best.seconds[part] for part in own.seconds}

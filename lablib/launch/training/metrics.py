@@ -35,7 +35,7 @@ METRIC_KEYS = {
     "between_seconds": "wall time since the step before ended: callbacks, checkpoints",
     "tokens_per_second": "tokens / seconds, all ranks",
     "tokens_per_second_per_rank": "the same divided by the ranks",
-    "tflops_per_rank": "model TFLOP/s of a rank, recomputation left out",
+    "tflops_per_rank": "model TFLOP/s of a rank, all pairs of attention counted, recomputation left out",
     "mfu": "tflops_per_rank over the device's peak, 0 to 1; null where the peak is unknown",
     "hfu": "the same with recomputed FLOPs counted",
     "memory_bytes": "most memory in use during the step: allocated on the GPU, or resident so far on a CPU",

@@ -7,6 +7,7 @@ first.
 
 from __future__ import annotations
 
+from lablib.calc.flops import ALL_PAIRS
 from lablib.calc.layouts.planner.calibration import Run
 from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.peak import Counting
@@ -34,7 +35,7 @@ def plan_reasons(result: Plan) -> list[str]:
     best = result.best
     shares = sorted(best.seconds.items(), key=lambda part: -part[1])
     lines = [
-        f"{best.layout}: {best.step:.3f} s a step, MFU {result.mfu(best):.1%}, "
+        f"{best.layout}: {best.step:.3f} s a step, MFU {result.mfu(best):.1%} ({ALL_PAIRS}), "
         f"peak {best.total_memory / 1e9:.1f} of {result.capacity / 1e9:.1f} GB, counted as "
         f"{result.counting.implementation}.",
         "Its time: "

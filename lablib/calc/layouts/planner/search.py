@@ -150,22 +150,24 @@ class Plan:
         """Return the measured runs like a candidate, and how wrong their predictions were."""
         return like_this(self.load, candidate.layout)
 
-    def tflops(self, candidate: Candidate, *, hardware: bool = False) -> float:
-        """Return TFLOP/s per device; of fused attention the unmasked half of the scores counts."""
+    def tflops(self, candidate: Candidate, *, hardware: bool = False, causal: bool = False) -> float:
+        """Return TFLOP/s per device, all pairs of attention counted; with `causal` those that a causal mask leaves."""
         load = self.load
         flops = step_flops(
             load.model,
             batch=load.global_batch,
             seq=load.seq,
             recompute=candidate.layout.recompute,
-            causal=load.attention == "fused",
+            causal=causal,
             early_stop=False,  # as the step's time counts replays
         )
         return (flops.hardware if hardware else flops.model) / candidate.step / self.cluster.gpus / 1e12
 
-    def mfu(self, candidate: Candidate) -> float:
-        """Return model FLOPs utilization, recomputation left out."""
-        return self.tflops(candidate) * 1e12 / product_peak(self.cluster.gpu, self.load.recipe.activation)
+    def mfu(self, candidate: Candidate, *, causal: bool = False) -> float:
+        """Return model FLOPs utilization as `lablib.calc.flops.mfu`; with `causal` only what a causal mask leaves counts."""
+        return (
+            self.tflops(candidate, causal=causal) * 1e12 / product_peak(self.cluster.gpu, self.load.recipe.activation)
+        )
 
 
 def plan(
