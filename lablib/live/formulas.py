@@ -14,10 +14,9 @@ DEVICES = ("a100-80gb", "h100", "h200", "b200")
 def explore(model: str, device: str) -> Answer:
     """Return the example of each formula, by rung."""
     chosen = job(model, device)
-    groups = {
-        f"Rung {rung}": {each.name: ("", each.example(chosen)) for each in formulas}
-        for rung, formulas in FORMULAS.items()
-    }
+    groups: dict[str, dict[str, tuple[str, str]]] = {}
+    for each in FORMULAS:
+        groups.setdefault(f"Rung {each.rung}", {})[each.name] = ("", each.example(chosen))
     caption = (
         f"{preset(model).name} on {chosen.ranks} {accelerator(device).name}: tp = {chosen.tp}, pp = {chosen.pp}, "
         f"v = {chosen.chunks}, {chosen.microbatches} micro-batches of {chosen.micro_batch} x {chosen.seq:,} tokens, "
@@ -28,7 +27,7 @@ def explore(model: str, device: str) -> Answer:
             "from lablib.calc.formulas import FORMULAS, job",
             "",
             f'chosen = job("{model}", "{device}")',
-            'for formula in FORMULAS["05"]:',
+            "for formula in FORMULAS:",
             "    print(formula.name, formula.example(chosen))",
         ]
     )
