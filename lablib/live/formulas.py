@@ -8,7 +8,6 @@ from lablib.calc.models import preset
 from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, table
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-2-13b", "llama-3-70b", "llama-3.1-405b")
-DEVICES = ("a100-80gb", "h100", "h200", "b200")
 
 
 def explore(model: str, device: str) -> Answer:
@@ -39,7 +38,7 @@ EXPLORER = Explorer(
     title="The formulas of the course for your model",
     controls=(
         Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
-        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
+        Control(name="device", label="GPU", options=device_options(clustered=True), first="h100"),
     ),
     compute=explore,
 )
