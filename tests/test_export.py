@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lablib.calc.layouts.planner import Layout
 from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
 from lablib.calc.schedules import chunk_layers
+from lablib.cli.plan import FRAMEWORKS
 from tests.evidence.exported.cases import CASES, Case
 from tests.evidence.exported.readers import installed, read
 
@@ -373,3 +375,7 @@ MOE = "qwen3-30b-a3b"
 def test_what_a_framework_lacks_is_said(framework: str, model: str, layout: dict, more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         export_layout(export_job(model, Layout(**layout), **{"seq": 8192, "global_batch": 64} | more), framework)
+
+
+def test_the_help_names_every_framework():
+    assert re.findall(r"\w+", FRAMEWORKS.replace(" or ", ", ")) == list(EXPORTERS)

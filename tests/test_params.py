@@ -8,6 +8,7 @@ import transformers
 
 from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
 from lablib.calc.params import COMPONENTS, count_params
+from tests.test_models import PUBLISHED as CONFIGURATIONS
 
 # Totals of the released checkpoints. Where "active" is published only in words, tests below give it a tolerance.
 PUBLISHED = {
@@ -20,12 +21,23 @@ PUBLISHED = {
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-3-1b": 999_885_952,
     "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112, "qwen3-30b-a3b": 30_532_122_624,
     "deepseek-v3": 671_026_404_352,
+    # Hugging Face's API, safetensors.total of the model's repository.
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "olmo-2-13b": 13_716_198_400,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920,
 }  # fmt: skip
+#: In billions, where the paper has no more digits: Brown et al. 2020 (arXiv 2005.14165), table 2.1.
+ROUNDED = {"gpt3-6.7b": 6.7}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_totals_are_exact(name):
     assert count_params(preset(name)).total == PUBLISHED[name]
+
+
+def test_every_preset_has_a_total_or_a_configuration_that_is_not_its_own():
+    """A new preset comes with its source: an exact total above, or its config.json in test_models."""
+    assert set(preset_names()) == set(PUBLISHED) | set(ROUNDED) | set(CONFIGURATIONS)
+    assert {name: round(count_params(preset(name)).total / 1e9, 1) for name in ROUNDED} == ROUNDED
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -27,6 +27,7 @@ from lablib.calc.schedules import (
     parse_schedule,
     peak_activations,
     schedule,
+    schedule_names,
 )
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
@@ -39,7 +40,6 @@ from lablib.toys.zero import ZeRO1
 from tests.processes import new_seed
 
 TOLERANCE = 1e-12
-NAMES = ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 FAMILIES = ["gpt2", "llama"]
 
 
@@ -134,7 +134,7 @@ def all_schedules(seed: int) -> dict[str, dict]:
     """Every schedule that this number of ranks can run, each on a model of its own."""
     draw, p = random.Random(seed), dist.get_world_size()
     results = {}
-    for turn, name in enumerate(NAMES):
+    for turn, name in enumerate(schedule_names()):
         m = 2 * p + 1 if name == "dualpipe-v" else draw.choice([1, 3, 5, 7])
         v = draw.choice([2, 3]) if name == "interleaved" else 1
         m = p * draw.choice([1, 3]) if name == "interleaved" else m

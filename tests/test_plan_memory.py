@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts import COUNTED, counting_for, export_job, export_layout
+from lablib.calc.layouts.export import EXPORTERS
 from lablib.calc.layouts.fit import setup
 from lablib.calc.layouts.fit.settings import step_seconds
 from lablib.calc.layouts.planner import (
@@ -129,7 +130,7 @@ def test_products_take_the_rate_of_their_dtype() -> None:
         plan("gpt2", recipe_="fp32", **job | {"gpu": "b200"})
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "deepspeed", "accelerate", "megatron"])
+@pytest.mark.parametrize("framework", EXPORTERS)
 def test_a_model_that_a_framework_lacks_is_named_and_nothing_else(framework: str) -> None:
     job = {"seq": 1024, "global_batch": 32}
     with pytest.raises(ValueError, match=r"layouts can be counted: .*family 'falcon'") as error:

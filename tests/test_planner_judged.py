@@ -273,6 +273,9 @@ def test_mixtures_of_experts_have_no_measured_run() -> None:
 
 
 def test_runs_are_called_by_the_cards_that_they_were_measured_on() -> None:
+    b300, b200 = (like_this(load(gpu=gpu, gpus=8), Layout(dp=8, tp=1)) for gpu in ("b300", "b200"))
+    assert b300 == b200
+    assert b300.ratios
     for gpu in ("h200", "h800", "h100-pcie"):
         assert like_this(load(gpu=gpu, gpus=8), Layout(dp=8, zero=3)).what.startswith("H100 and H200, FSDP, ")
     alone = replace(load(gpu="h100", gpus=8), recipe=recipe("fp32"))

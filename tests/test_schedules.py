@@ -1,9 +1,13 @@
 """Schedules as data: notation, generators against published and closed forms, CSV, names, bad input."""
 
+import re
+from typing import get_type_hints
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lablib.calc import schedules
 from lablib.calc.schedules import (
     Schedule,
     gpipe,
@@ -23,6 +27,7 @@ from lablib.calc.schedules import (
 )
 from lablib.calc.schedules.actions import parse_action
 from lablib.calc.schedules.generators import dualpipe_v, zb_v
+from lablib.cli.schedule import schedule as command
 from tests.torch_schedules import from_csv
 
 some = settings(max_examples=40, deadline=None)
@@ -261,3 +266,9 @@ def test_names_are_forgiving():
     assert schedule("Interleaved", 2, 4, 2) == interleaved(2, 4, 2)
     assert schedule("interleaved", 2, 3) == one_f_one_b(2, 3)
     assert schedule("zb-v", 2, 3, 2) == zb_v(2, 3)
+
+
+def test_the_lists_for_readers_have_every_schedule():
+    help_text = get_type_hints(command, include_extras=True)["name"].__metadata__[0].help
+    assert re.findall(r"[\w-]+", help_text.replace(" or ", " ")) == schedule_names()
+    assert re.findall(r"(?m)^\| ([\w-]+) \| `", schedules.__doc__) == schedule_names()

@@ -182,7 +182,7 @@ class Accelerator:
 
     Attributes:
         memory_bytes: What the vendor prints.
-        cuda_bytes: What CUDA or HIP reports as the total; None where there is neither.
+        cuda_bytes: What CUDA or HIP reports as the total; None where nobody has looked, or there is neither.
         context_bytes: What a process takes of it before its first tensor.
         flops: Dense peak in FLOP/s by dtype: "bf16", "fp16", "fp8", "tf32", "fp32". A dtype that is missing has no
             matrix units there, or no figure with a source.
@@ -191,6 +191,14 @@ class Accelerator:
         nic: Key in `LINKS` of its network card in the vendor's reference system, or None where none is published.
         gpus_per_node: Devices that talk without a network: those of a server, or of a rack behind NVLink switches.
         gpus_per_host: Devices under one operating system.
+        driver: Pattern of the name that CUDA or HIP has for it, in capitals, with spaces for dashes and underscores; it
+            matches no other row's names. None where there is neither CUDA nor HIP.
+        capability: CUDA's compute capability, from which `lablib.calc.precision.support` has the formats.
+        formats: What it multiplies in matrix units where it has no compute capability.
+        generation: The GPU whose measured runs it is like, "a100", "h100" or "b200", and whose fitted constants
+            `lablib.calc.layouts.planner` takes; None where no runs like its own were measured.
+        achievable: Share of the peak that large bf16 matrix products reach (Stas Bekman, see above). The H100's where
+            there is no figure.
         sources: Where the numbers come from, by "memory", "cuda", "memory_bandwidth", "flops", "links" and "nic".
     """
 
@@ -206,6 +214,11 @@ class Accelerator:
     nic: str | None = None
     gpus_per_node: int = 8
     gpus_per_host: int = 8
+    driver: str | None = None
+    capability: tuple[int, int] | None = None
+    formats: tuple[str, ...] = ()
+    generation: str | None = None
+    achievable: float = 0.80
     sources: dict[str, str]
 
     @property
@@ -220,8 +233,11 @@ class Accelerator:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that tensors, libraries and fragments of a run may fill."""
-        return self.memory_bytes if self.cuda_bytes is None else self.cuda_bytes - self.context_bytes
+        """Bytes that tensors, libraries and fragments of a run may fill: of an unknown total `least_share` is taken."""
+        if self.driver is None:
+            return self.memory_bytes
+        total = self.memory_bytes * least_share() if self.cuda_bytes is None else self.cuda_bytes
+        return int(total) - self.context_bytes
 
     def peak(self, dtype: str = "bf16") -> float:
         """Return the dense peak in FLOP/s.
@@ -256,6 +272,11 @@ def _card(
     gpus_per_host: int = 8,
     cuda: float | None,
     seen: str = "",
+    driver: str | None = None,
+    capability: tuple[int, int] | None = None,
+    formats: tuple[str, ...] = (),
+    generation: str | None = None,
+    achievable: float = 0.80,
     source: str,
     **sources: str,
 ) -> Accelerator:
@@ -272,6 +293,11 @@ def _card(
         nic=nic,
         gpus_per_node=gpus_per_node,
         gpus_per_host=gpus_per_host,
+        driver=driver,
+        capability=capability,
+        formats=formats,
+        generation=generation,
+        achievable=achievable,
         sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source)
         | {key: text for key, text in (("cuda", seen), ("nic", nic_source)) if text}
         | sources,
@@ -293,46 +319,54 @@ ACCELERATORS: dict[str, Accelerator] = {
         "T4", 16, "GDDR6", 0.320, {"fp16": 65, "fp32": 8.1}, host="pcie3-x16",
         source="NVIDIA T4 product brief (memory, PCIe); rates secondary. No bf16 matrix units",
         cuda=14.56, seen="github.com/Zheng-Chong/CatVTON/issues/133; 14.75 in older messages",
+        driver=r"\bT4\b", capability=(7, 5),
     ),
     "v100": _card(
         "V100 SXM2 32 GB", 32, "HBM2", 0.900, {"fp16": 125, "fp32": 15.7}, scale_up="nvlink2", host="pcie3-x16",
         source="NVIDIA V100 datasheet (secondary). No bf16 matrix units",
         cuda=31.74, seen="github.com/haotian-liu/LLaVA/issues/812",
+        driver=r"\bV100\b(?!.*PCIE)", capability=(7, 0),
     ),
     "a10": _card(
         "A10", 24, "GDDR6", 0.600, {"bf16": 125, "fp16": 125}, host="pcie4-x16",
         source="NVIDIA A10 datasheet, as quoted elsewhere (secondary)",
         cuda=21.99, seen="github.com/zai-org/CogVLM/issues/236",
+        driver=r"\bA10\b", capability=(8, 6),
     ),
     "a10g": _card(
         "A10G", 24, "GDDR6", 0.600, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 35}, host="pcie4-x16",
         source="NVIDIA A10G datasheet for AWS, February 2022, dense rates (secondary)",
         cuda=21.98, seen="messages from g5 instances, the least; 22.20 in "
         "github.com/XavierXiao/Dreambooth-Stable-Diffusion/issues/18",
+        driver=r"\bA10G\b", capability=(8, 6),
     ),
     "l4": _card(
         "L4", 24, "GDDR6", 0.300, {"bf16": 121, "fp16": 121, "fp8": 242, "tf32": 60, "fp32": 30.3}, host="pcie4-x16",
         source="NVIDIA L4 datasheet, which prints sparse rates: half of them (secondary)",
         cuda=22.03, seen="messages from L4 machines in public logs; of 23,034 MiB that nvidia-smi shows, "
         "github.com/modal-labs/modal-client/pull/2797",
+        driver=r"\bL4\b", capability=(8, 9),
     ),
     "rtx-a6000": _card(
         "RTX A6000", 48, "GDDR6 with ECC", 0.768, {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7},
         host="pcie4-x16", source="NVIDIA Ampere GA102 whitepaper, RTX A6000, dense rates (secondary)",
         links="PCIe; a bridge that joins two of them is sold apart and left out",
         cuda=47.53, seen="48,676 MiB in published torch device properties, ECC off",
+        driver=r"\bRTX A6000\b", capability=(8, 6),
     ),
     "rtx-6000-ada": _card(
         "RTX 6000 Ada", 48, "GDDR6 with ECC", 0.960,
         {"bf16": 364.2, "fp16": 364.2, "fp8": 728.5, "tf32": 182.1, "fp32": 91.1}, host="pcie4-x16",
         source="NVIDIA RTX 6000 Ada datasheet and Ada whitepaper, dense rates (secondary)",
         cuda=47.37, seen="messages in public logs, ECC off; with ECC 44.43 (github.com/DINGYANB/MTVCrafter/issues/21)",
+        driver=r"\bRTX 6000 ADA\b", capability=(8, 9),
     ),
     "rtx-4090": _card(
         "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16",
         source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
         cuda=23.52, seen="github.com/pytorch/torchchat/issues/1341; 23.64 and more with older drivers",
+        driver=r"\bRTX 4090\b", capability=(8, 9),
     ),
     "rtx-5090": _card(
         "RTX 5090", 32, "GDDR7", 1.792, {"bf16": 209.5, "fp16": 209.5, "fp8": 419, "tf32": 104.8, "fp32": 104.8},
@@ -340,6 +374,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         source="NVIDIA RTX Blackwell whitepaper, dense, with fp32 accumulation: a quarter of the 838 (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
         cuda=31.36, seen="messages in public logs; 31.37 in github.com/Wan-Video/Wan2.1/issues/465",
+        driver=r"\bRTX 5090\b", capability=(12, 0),
     ),
     "l40s": _card(
         "L40S", 48, "GDDR6 with ECC", 0.864,
@@ -347,31 +382,37 @@ ACCELERATORS: dict[str, Accelerator] = {
         source=f"NVIDIA L40S datasheet; {STAS}",
         cuda=44.39, seen="messages from g6e instances, the least; 44.42 in github.com/stepfun-ai/Step-Video-T2V/issues/8, "
         "44.53 in github.com/Wan-Video/Wan2.1/issues/205",
+        driver=r"\bL40S\b", capability=(8, 9),
     ),
     "a100-40gb": _card(
         "A100 SXM 40 GB", 40, "HBM2", 1.555, _A100,
         scale_up="nvlink3", host="pcie4-x16", source=_A100_SOURCE, **_DGX_A100,
         cuda=39.39, seen="messages in public logs; 39.50 in github.com/TianheWu/CoSeR/issues/10",
+        driver=r"\bA100\b(?!.*\bPCIE\b).*\b40GB\b", capability=(8, 0), generation="a100", achievable=0.87,
     ),
     "a100-40gb-pcie": _card(
         "A100 PCIe 40 GB", 40, "HBM2", 1.555, _A100,
         scale_up="nvlink-bridge", host="pcie4-x16", source=_A100_SOURCE,
         cuda=39.39, seen="as the SXM module",
+        driver=r"\bA100\b(?=.*\bPCIE\b)(?=.*\b40GB\b)", capability=(8, 0), generation="a100", achievable=0.87,
     ),
     "a100-80gb": _card(
         "A100 SXM 80 GB", 80, "HBM2e", 2.039, _A100, scale_up="nvlink3", host="pcie4-x16",
         source=_A100_SOURCE, **_DGX_A100,
         cuda=79.14, seen="github.com/lianqi1008/Control-GIC/issues/6; 79.25 with older drivers",
+        driver=r"\bA100\b(?!.*\bPCIE\b).*\b80GB\b", capability=(8, 0), generation="a100", achievable=0.87,
     ),
     "a100-80gb-pcie": _card(
         "A100 PCIe 80 GB", 80, "HBM2e", 1.935, _A100, scale_up="nvlink-bridge", host="pcie4-x16",
         source=_A100_SOURCE,
         cuda=79.14, seen="as the SXM module",
+        driver=r"\bA100\b(?=.*\bPCIE\b)(?=.*\b80GB\b)", capability=(8, 0), generation="a100", achievable=0.87,
     ),
     "h100": _card(
         "H100 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4", host="pcie5-x16",
         source=_H100_SOURCE, **_DGX_H100,
         cuda=79.11, seen="github.com/vllm-project/vllm/issues/27508",
+        driver=r"\bH100\b.*\b(80GB HBM3|SXM5)\b", capability=(9, 0), generation="h100",
     ),
     "h100-pcie": _card(
         "H100 PCIe", 80, "HBM2e (secondary; other tables say HBM3)", 2.0,
@@ -379,65 +420,74 @@ ACCELERATORS: dict[str, Accelerator] = {
         scale_up="nvlink-bridge", host="pcie5-x16", source=_H100_SOURCE,
         flops="NVIDIA H100 datasheet, PCIe column, which prints sparse rates of matrix units: half of them (secondary)",
         cuda=79.11, seen="81,008 MiB in published torch device properties",
+        driver=r"\bH100\b.*\b(PCIE|HBM2E)\b", capability=(9, 0), generation="h100",
     ),
     "h100-nvl": _card(
         "H100 NVL", 94, "HBM3", 3.9, {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60},
         scale_up="nvlink-bridge", host="pcie5-x16",
         source="NVIDIA H100 datasheet, NVL column, which prints sparse rates: half of them (secondary)",
         cuda=93.0, seen="github.com/ali-vilab/VACE/issues/56",
+        driver=r"\bH100 NVL\b", capability=(9, 0), generation="h100",
     ),
     "gh200": _card(
         "GH200 96 GB", 96, "HBM3", 4.0, _H100, scale_up="nvlink4", host="nvlink-c2c",
         source=f"NVIDIA GH200 datasheet: an H100 beside a Grace CPU, rates of the H100; memory {STAS}",
         links="NVIDIA GH200 datasheet; a machine with one of them has no NVLink to another",
         cuda=94.5, seen="96,768 MiB, github.com/stas00/ml-engineering/pull/60",
+        driver=r"\bGH200\b", capability=(9, 0), generation="h100",
     ),
     "h800": _card(
         "H800 SXM", 80, "HBM3", 3.35, _H100, scale_up="nvlink4-h800", host="pcie5-x16",
         source="an H100 with slower NVLink: H100 figures; DeepSeek-V3 (arXiv 2412.19437), section 3",
         nic="ib-ndr", nic_source="DeepSeek-V3 (arXiv 2412.19437), section 3: 50 GB/s a GPU",
         cuda=79.11, seen="as the H100",
+        driver=r"\bH800\b", capability=(9, 0), generation="h100",
     ),
     "h200": _card(
         "H200 SXM", 141, "HBM3e", 4.8, _H100, scale_up="nvlink4", host="pcie5-x16",
         source=f"NVIDIA H200 datasheet; rates of the H100; {STAS}", **_DGX_H100,
         cuda=139.8, seen="143,156 MiB in published torch device properties; "
         "139.81 in github.com/vllm-project/vllm/issues/34553",
+        driver=r"\bH200\b", capability=(9, 0), generation="h100",
     ),
     "b200": _card(
-        "B200 (DGX, HGX)", 180, "HBM3e; 192 GB are built in, 180 are for use", 7.67,
+        "B200", 180, "HBM3e of DGX and HGX; 192 GB are built in, 180 are for use", 7.67,
         {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16",
         source=f"NVIDIA Blackwell architecture brief, HGX B200 at 1,000 W, dense rates; {STAS}",
         nic="ib-ndr", nic_source="NVIDIA DGX B200 user guide, hardware overview: 8 ConnectX-7 of 400 Gb/s",
         memory_bandwidth="7,680 bits at 3,996 MHz, both edges, as the driver reports (github.com/pytorch/ao/pull/4002)",
         cuda=178.35, seen="github.com/pytorch/ao/pull/4002",
+        driver=r"\bB200\b", capability=(10, 0), generation="b200", achievable=0.78,
     ),
     "gb200": _card(
-        "GB200, per GPU", 186, "HBM3e", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
+        "GB200", 186, "HBM3e; of one of the GPUs", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000}, scale_up="nvlink5", host=None,
         source=f"NVIDIA Blackwell architecture brief, GB200 at 1,200 W, dense rates; {STAS}",
         links="NVIDIA multi-node NVLink tuning guide, GB200 72x1: 18 trays of 4 GPUs behind NVLink switches",
         gpus_per_node=72, gpus_per_host=4, nic="ib-ndr",
         nic_source="Azure ND GB200 v6: 4 ConnectX-7 of 400 Gb/s for the 4 GPUs of a tray (secondary)",
         cuda=184.31, seen="github.com/vllm-project/vllm/issues/43951",
+        driver=r"\bGB200\b", capability=(10, 0), generation="b200",
     ),
     "b300": _card(
-        "B300 (DGX, HGX)", 270, "HBM3e; 288 GB are built in, 270 are for use", 8.0,
+        "B300", 270, "HBM3e of DGX and HGX; 288 GB are built in, 270 are for use", 8.0,
         {"bf16": 2250, "fp16": 2250, "fp8": 4500, "tf32": 1125}, scale_up="nvlink5", host="pcie6-x16",
         source="NVIDIA HGX B300 datasheet, an eighth of the board, half of its sparse rates (secondary)",
         nic="ib-xdr", nic_source=LINKS["dgx-b300"].source,
         cuda=267.69, seen="messages of training jobs on 2 x 8 B300 in public logs",
+        driver=r"\bB300\b", capability=(10, 3), generation="b200",
     ),
     "mi300x": _card(
         "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",
         host="pcie5-x16", source=f"AMD Instinct MI300X datasheet, dense rates; {STAS}", nic="ib-ndr",
         nic_source="Azure ND MI300X v5, specifications (github.com/MicrosoftDocs/azure-docs): 8 x 400 Gb/s for 8 GPUs",
         cuda=191.98, seen="github.com/ROCm/vllm/issues/375",
+        driver=r"\bMI300X\b", achievable=0.51, formats=("fp16", "bf16", "tf32", "fp8"),
     ),
     "tpu-v4": _card(
         "TPU v4", 32, "HBM2", 1.2, {"bf16": 275}, host=None,
         source=f"{STAS}, memory table", flops="Chowdhery et al. 2022 (arXiv 2204.02311), appendix B",
         links="left out: a torus between chips is not a link of one bandwidth",
-        cuda=None,
+        cuda=None, formats=("bf16",),
     ),
 }  # fmt: skip
 
@@ -449,6 +499,11 @@ ALIASES = {
     "h200-sxm": "h200",
     "4090": "rtx-4090",
 }
+
+
+def least_share() -> float:
+    """Return the least share of the printed capacity that CUDA or HIP reports, of the rows where it was seen."""
+    return min(card.cuda_bytes / card.memory_bytes for card in ACCELERATORS.values() if card.cuda_bytes)
 
 
 def accelerator(name: str) -> Accelerator:
@@ -467,34 +522,6 @@ def accelerator(name: str) -> Accelerator:
 #: A part of a GPU (MIG, or a vGPU such as "A10-8Q"), a laptop's, and variants that are sold under the name of another.
 _OTHER = re.compile(r"\b(MIG|LAPTOP|MOBILE|MAX Q|[459]090 D|\d+[QCAB]|GH200 144G|[AH]\d+X?M)\b|^QUADRO|H200 NVL")
 
-#: The first pattern that is found decides. Names are in capitals, with spaces for dashes and underscores.
-_ROWS = (
-    (r"\bGH200\b", "gh200"),
-    (r"\bGB200\b", "gb200"),
-    (r"\bB300\b", "b300"),
-    (r"\bB200\b", "b200"),
-    (r"\bH200\b", "h200"),
-    (r"\bH800\b", "h800"),
-    (r"\bH100 NVL\b", "h100-nvl"),
-    (r"\bH100\b.*\b(PCIE|HBM2E)\b", "h100-pcie"),
-    (r"\bH100\b.*\b(80GB HBM3|SXM5)\b", "h100"),
-    (r"\bA100\b(?=.*\bPCIE\b)(?=.*\b80GB\b)", "a100-80gb-pcie"),
-    (r"\bA100\b(?=.*\bPCIE\b)(?=.*\b40GB\b)", "a100-40gb-pcie"),
-    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
-    (r"\bA100\b.*\b40GB\b", "a100-40gb"),
-    (r"\bA10G\b", "a10g"),
-    (r"\bA10\b", "a10"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bL4\b", "l4"),
-    (r"\bRTX A6000\b", "rtx-a6000"),
-    (r"\bRTX 6000 ADA\b", "rtx-6000-ada"),
-    (r"\bRTX 5090\b", "rtx-5090"),
-    (r"\bRTX 4090\b", "rtx-4090"),
-    (r"\bV100\b(?!.*PCIE)", "v100"),
-    (r"\bT4\b", "t4"),
-    (r"\bMI300X\b", "mi300x"),
-)
-
 
 def known_accelerator(name: str) -> Accelerator | None:
     """Return the accelerator that the driver calls by this name, such as "NVIDIA H100 80GB HBM3".
@@ -508,7 +535,7 @@ def known_accelerator(name: str) -> Accelerator | None:
     text = re.sub(r"[-_ ]+", " ", name.upper()).strip()
     if _OTHER.search(text):
         return None
-    return next((ACCELERATORS[key] for pattern, key in _ROWS if re.search(pattern, text)), None)
+    return next((card for card in ACCELERATORS.values() if card.driver and re.search(card.driver, text)), None)
 
 
 def no_figures(name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import accelerator
+from lablib.calc.hardware import ACCELERATORS
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -130,10 +130,17 @@ def model_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, f"{name} ({format_count(count_params(preset(name)).total)})") for name in names)
 
 
-def device_options(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return devices as options, each shown with its capacity, in GB as everything in an explorer."""
-    devices = [(name, accelerator(name)) for name in names]
-    return tuple((name, f"{device.name}, {device.memory_gb:.1f} GB") for name, device in devices)
+def device_options(*, clustered: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return the GPUs of the table that multiply in bf16, each shown with its capacity, in GB as all in an explorer.
+
+    Args:
+        clustered: Only those whose vendor joins them to neighbours by a link of their own, and to others by a network.
+    """
+    return tuple(
+        (name, f"{card.name}, {card.memory_gb:.1f} GB")
+        for name, card in sorted(ACCELERATORS.items(), key=lambda item: item[1].memory_bytes)
+        if card.driver and "bf16" in card.flops and (not clustered or (card.scale_up and card.nic))
+    )
 
 
 def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:

@@ -8,16 +8,14 @@ from lablib.calc.models import preset
 from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, table
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-2-13b", "llama-3-70b", "llama-3.1-405b")
-DEVICES = ("a100-80gb", "h100", "h200", "b200")
 
 
 def explore(model: str, device: str) -> Answer:
     """Return the example of each formula, by rung."""
     chosen = job(model, device)
-    groups = {
-        f"Rung {rung}": {each.name: ("", each.example(chosen)) for each in formulas}
-        for rung, formulas in FORMULAS.items()
-    }
+    groups: dict[str, dict[str, tuple[str, str]]] = {}
+    for each in FORMULAS:
+        groups.setdefault(f"Rung {each.rung}", {})[each.name] = ("", each.example(chosen))
     caption = (
         f"{preset(model).name} on {chosen.ranks} {accelerator(device).name}: tp = {chosen.tp}, pp = {chosen.pp}, "
         f"v = {chosen.chunks}, {chosen.microbatches} micro-batches of {chosen.micro_batch} x {chosen.seq:,} tokens, "
@@ -28,7 +26,7 @@ def explore(model: str, device: str) -> Answer:
             "from lablib.calc.formulas import FORMULAS, job",
             "",
             f'chosen = job("{model}", "{device}")',
-            'for formula in FORMULAS["05"]:',
+            "for formula in FORMULAS:",
             "    print(formula.name, formula.example(chosen))",
         ]
     )
@@ -40,7 +38,7 @@ EXPLORER = Explorer(
     title="The formulas of the course for your model",
     controls=(
         Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
-        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
+        Control(name="device", label="GPU", options=device_options(clustered=True), first="h100"),
     ),
     compute=explore,
 )

@@ -18,7 +18,7 @@ FONT = 12
 #: One colour for one thing, the same as in every figure of the book (`lablib.view.style`).
 COLORS = {
     "weights": "#3b7dbf",
-    "gradients": "#d97f1e",
+    "gradients": "#d87e1e",
     "optimizer": "#1b9e77",
     "activations": "#b5629b",
     "buffers": "#7a828c",

@@ -37,7 +37,6 @@ MODELS = (
     "gpt3-175b",
     "llama-3.1-405b",
 )
-DEVICES = ("a10", "rtx-4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 MICRO_BATCHES = tuple(2**k for k in range(7))
 SEQS = tuple(512 * 2**k for k in range(9))
 RECOMPUTE = {"none": "none", "selective": "selective: the attention core", "full": "full: all but each block's input"}
@@ -202,7 +201,7 @@ EXPLORER = Explorer(
         ),
         Control(name="seq", label="tokens in a sequence", options=number_options(SEQS), first=8192, slider=True),
         Control(name="recompute", label="recomputation", options=tuple(RECOMPUTE.items()), first="none"),
-        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
+        Control(name="device", label="GPU", options=device_options(), first="h100"),
     ),
     compute=explore,
     most=most,

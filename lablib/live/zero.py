@@ -27,7 +27,6 @@ MODELS = (
     "gpt3-175b",
     "llama-3.1-405b",
 )
-DEVICES = ("rtx-4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 #: No job is larger than this: where so many ranks do not help, no number does.
@@ -188,7 +187,7 @@ EXPLORER = Explorer(
             first=1,
             slider=True,
         ),
-        Control(name="device", label="GPU", options=device_options(DEVICES), first="h100"),
+        Control(name="device", label="GPU", options=device_options(), first="h100"),
     ),
     compute=explore,
 )

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+from pathlib import Path
+
 from IPython.display import Markdown
 
 from lablib.calc.formulas import FORMULAS, Formula, job
 from lablib.calc.runs import STUDY_MINUTES, hours_text
 
+BOOK = Path(__file__).resolve().parents[2] / "book"
+_LABELLED = re.compile(r"(?ms)^\$\$\n?(.*?)\n?\$\$ \((eq-[\w-]+)\)[ ]*$")
+
+
+def equation(formula: Formula) -> str:
+    """Return the TeX of a formula on one line: that of its labelled equation, or of one line of it."""
+    tex = _equations(formula.page or next(BOOK.glob(f"{formula.rung}_*.md")).stem)[formula.label]
+    lines = re.sub(r"\\(?:begin|end)\{aligned\}", "", tex).replace("&", "").split(r"\\")
+    chosen = lines if formula.line is None else lines[formula.line : formula.line + 1]
+    return " ".join(" ".join(chosen).split()).rstrip(" .,")
+
+
+@cache
+def _equations(page: str) -> dict[str, str]:
+    """The labelled equations of a page, by label."""
+    return {label: tex for tex, label in _LABELLED.findall((BOOK / f"{page}.md").read_text(encoding="utf-8"))}
+
 
 def rung_card(rung: str) -> Markdown:
     """Return the minutes of a rung and its formulas, each with a link to its derivation."""
     chapter, lab = (hours_text(minutes) for minutes in STUDY_MINUTES[rung])
-    rows = [f"| {each.name} | $\\displaystyle {each.tex}$ | {_derived(each)} |" for each in FORMULAS[rung]]
+    rows = [f"| {each.name} | $\\displaystyle {equation(each)}$ | {_derived(each)} |" for each in _of(rung)]
     return Markdown(
         "\n".join(
             [
@@ -29,11 +50,11 @@ def formula_sheet(rung: str) -> Markdown:
     """Return the formulas of a rung with their symbols, an example each, and links to derivation and code."""
     chosen = job()
     blocks = []
-    for each in FORMULAS[rung]:
+    for each in _of(rung):
         blocks += [
             f"**{each.name}.** Derived as {_derived(each)}.",
             "",
-            f"$${each.tex}$$",
+            f"$${equation(each)}$$",
             "",
             f"{each.symbols.rstrip('.')}. Example: **{each.example(chosen)}**, by `{each.code}`.",
             "",
@@ -44,3 +65,7 @@ def formula_sheet(rung: str) -> Markdown:
 def _derived(formula: Formula) -> str:
     there = f" of [{formula.page.replace('_', ' ')}]({formula.page}.md)" if formula.page else ""
     return f"{{eq}}`{formula.label}`{there}"
+
+
+def _of(rung: str) -> list[Formula]:
+    return [formula for formula in FORMULAS if formula.rung == rung]

@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 #: Hues follow Okabe and Ito's palette, darkened or lightened to keep 3:1 contrast on white and on near-black.
 COLORS = {
     "weights": "#3b7dbf",
-    "gradients": "#d97f1e",
+    "gradients": "#d87e1e",
     "optimizer": "#1b9e77",
     "activations": "#b5629b",
-    "forward": "#4aa3d8",
+    "forward": "#479ccf",
     "backward": "#cf5a3c",
-    "communication": "#b8930a",
+    "communication": "#b4900a",
     "idle": "#8c939c",
     "neutral": "#7a828c",
 }

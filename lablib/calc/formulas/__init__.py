@@ -1,21 +1,14 @@
 """The formulas of the course, one list: the sheet, the head of each chapter and a test are made from it.
 
-    formula     what a formula has, and the job that the examples are computed for
-    rung01 ...  the formulas of one rung each
+    formula     what a formula has
+    values      the job that the examples are computed for, and the letters of each rung's equations in it
+    sheet       the formulas
 
 Read `formula` first.
 """
 
-import importlib
-import pkgutil
+from lablib.calc.formulas.formula import Formula
+from lablib.calc.formulas.sheet import FORMULAS
+from lablib.calc.formulas.values import Job, job, symbol_values
 
-from lablib.calc.formulas.formula import Formula, Job, job
-
-__all__ = ["FORMULAS", "Formula", "Job", "job"]
-
-#: By rung.
-FORMULAS: dict[str, tuple[Formula, ...]] = {
-    module.name.removeprefix("rung"): importlib.import_module(f"{__name__}.{module.name}").FORMULAS
-    for module in pkgutil.iter_modules(__path__)
-    if module.name.startswith("rung")
-}
+__all__ = ["FORMULAS", "Formula", "Job", "job", "symbol_values"]

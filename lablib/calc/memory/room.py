@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.hardware import Accelerator, accelerator, least_share
 from lablib.calc.units import GB, GiB
 
 #: Bytes of a GPU that a run should leave: NCCL's buffers, workspaces of cuBLAS and of attention, and what the allocator
@@ -57,11 +57,20 @@ class Verdict:
 
     def __str__(self) -> str:
         card, left = self.device, f"{abs(self.room) / GB:.1f} GB"
-        has = f"{card.name} has {card.usable_bytes / GiB:.2f} GiB ({card.usable_bytes / GB:.1f} GB) for a run: "
+        has = f"{card.name} has {card.usable_bytes / GiB:.2f} GiB ({card.usable_bytes / GB:.1f} GB) for a run{_unseen(card)}: "
         if self.room < 0:
             return has + f"does not fit, {left} too much."
         kept = f"{self.reserve / GB:.1f} GB that NCCL, workspaces and fragments may take"
         return has + (f"tight, {left} left of the {kept}." if self.word == "tight" else f"fits, {left} left.")
+
+
+def _unseen(card: Accelerator) -> str:
+    """Say that nobody has read a total from such a GPU."""
+    return (
+        ""
+        if card.cuda_bytes or not card.driver
+        else f", if CUDA has {least_share():.0%} of the printed {card.memory_gib:.0f}"
+    )
 
 
 def verdict(peak: int, device: Accelerator | str, reserve: int = RESERVE) -> Verdict:

@@ -108,6 +108,7 @@ from lablib.calc.parallel.tensor import (
     tp_degrees,
     variant,
 )
+from lablib.calc.parallel.traffic import pipeline_traffic
 from lablib.calc.parallel.zero import (
     StageChoice,
     deal_whole,
@@ -182,6 +183,7 @@ __all__ = [
     "peak_held_bytes",
     "peak_unsharded_bytes",
     "persistent_params",
+    "pipeline_traffic",
     "random_dropped_share",
     "random_loads",
     "rank_chunks",

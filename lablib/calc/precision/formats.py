@@ -43,7 +43,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import accelerator
+from lablib.calc.hardware import ACCELERATORS, accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,27 +351,9 @@ _SINCE = {
 }
 #: Units that a later generation no longer has: Blackwell emulates FP8 in blocks with MXFP8 (Transformer Engine).
 _UNTIL = {"fp8-block": (9, 0)}
-#: Compute capability to keys in `hardware.ACCELERATORS`.
-_GENERATIONS = {
-    (7, 0): ("v100",),
-    (7, 5): ("t4",),
-    (8, 0): ("a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie"),
-    (8, 6): ("a10", "a10g", "rtx-a6000"),
-    (8, 9): ("rtx-4090", "l4", "l40s", "rtx-6000-ada"),
-    (9, 0): ("h100", "h100-pcie", "h100-nvl", "gh200", "h800", "h200"),
-    (10, 0): ("b200", "gb200"),
-    (10, 3): ("b300",),
-    (12, 0): ("rtx-5090",),
-}
-CAPABILITY = {name: capability for capability, names in _GENERATIONS.items() for name in names}
-#: Accelerators that are not NVIDIA's: their formats by name.
-_OTHERS = {
-    "mi300x": ("fp16", "bf16", "tf32", "fp8"),
-    "mi355x": ("fp16", "bf16", "fp8", "mxfp8", "fp4"),
-    "tpu-v4": ("bf16",),
-}
 #: Those whose rates the hardware table does not have.
 _NAMES = {"mi355x": "AMD Instinct MI350X and MI355X"}
+_FORMATS = {"mi355x": ("fp16", "bf16", "fp8", "mxfp8", "fp4")}
 _MATRIX = "Transformer Engine, support matrix"
 #: Where it stands, by compute capability or by key.
 _SOURCES = {
@@ -409,24 +391,23 @@ class Support:
 def support(card: str) -> Support:
     """Return which formats a GPU multiplies in matrix units."""
     if card in _NAMES:
-        key, name = card, _NAMES[card]
+        key, name, level, formats = card, _NAMES[card], None, _FORMATS[card]
     else:
         found = accelerator(card)
-        name = found.name
-        key = next(key for key in (*CAPABILITY, *_OTHERS) if key not in _NAMES and accelerator(key) is found)
-    if key in _OTHERS:
-        formats, capability, source = _OTHERS[key], "", _SOURCES[key]
-    else:
-        level = CAPABILITY[key]
+        key = next(key for key, row in ACCELERATORS.items() if row is found)
+        name, level, formats = found.name, found.capability, found.formats
+    if level:
         formats = tuple(unit for unit in UNITS if _SINCE[unit] <= level <= _UNTIL.get(unit, level))
-        capability, source = ".".join(map(str, level)), _SOURCES.get(level, _MATRIX)
+    capability = ".".join(map(str, level or ()))
+    source = _SOURCES.get(level) or _SOURCES.get(key, _MATRIX)
     variants = ("e4m3fnuz", "e5m2fnuz") if key == "mi300x" else ("e4m3", "e5m2")
     return Support(key, name, capability, formats, variants if "fp8" in formats else (), source)
 
 
 def support_table() -> list[Support]:
-    """Return every GPU with its formats, oldest generation first."""
-    return [support(card) for card in (*CAPABILITY, *_OTHERS)]
+    """Return every GPU with its formats, NVIDIA's oldest generation first."""
+    ages = sorted(ACCELERATORS, key=lambda card: ACCELERATORS[card].capability or (99, 0))
+    return [support(card) for card in (*ages, *_NAMES)]
 
 
 def peak_ratio(card: str, fast: str, slow: str) -> float:

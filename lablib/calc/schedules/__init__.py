@@ -16,7 +16,7 @@
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
 
     actions      a schedule as data: the actions of every rank, in order
-    generators   the eight schedules of the table
+    generators   the schedules of the table
     validation   can it run? Charts and deadlocks
     simulation   when each action starts, who idles, who holds how much
     text         grids and PyTorch's CSV

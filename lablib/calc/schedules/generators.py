@@ -1,4 +1,4 @@
-r"""Eight schedules: naive, GPipe, 1F1B, interleaved 1F1B, the Zero Bubble schedules, and DualPipe-V. Read `one_f_one_b` first.
+r"""The schedules: naive, GPipe, 1F1B, interleaved 1F1B, the Zero Bubble schedules, and DualPipe-V. Read `one_f_one_b` first.
 
 Four stages, four micro-batches, stage 1 (counted from 0):
 

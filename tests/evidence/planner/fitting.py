@@ -40,7 +40,7 @@ SHARES = (
     "memory",
     "network",
     "overlap",
-)  # at most 1; of matmul see `layout.ACHIEVABLE`, which it multiplies
+)  # at most 1; of matmul see `Accelerator.achievable`, which it multiplies
 
 Point = dict[str | tuple, float]
 

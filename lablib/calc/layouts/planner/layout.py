@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from math import gcd
 
 from lablib.calc.errors import check_whole, must_divide, one_of
-from lablib.calc.hardware import ACCELERATORS, LINKS, NETWORKS, Accelerator, Link, accelerator, given_link
+from lablib.calc.hardware import LINKS, NETWORKS, Accelerator, Link, accelerator, given_link
 from lablib.calc.memory import RECOMPUTE
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import check_degrees, check_schedule
@@ -132,14 +132,6 @@ def check_layout(
         layout.schedule, pp=p, virtual_stages=layout.virtual_stages,
         num_microbatches=layout.num_microbatches(global_batch),
     )  # fmt: skip
-
-
-#: Share of the peak that large bf16 matrix products reach, as measured by Stas Bekman (Machine Learning
-#: Engineering, maximum achievable matmul FLOPS). The H100's share stands for its kin, and for GPUs without a figure.
-ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.51}
-
-
-DEFAULT_ACHIEVABLE = ACHIEVABLE["h100"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +281,7 @@ def cluster(
         scale_up=line,
         nic=network,
         nics_per_node=cards,
-        achievable=ACHIEVABLE.get(_key(card).split("-")[0], DEFAULT_ACHIEVABLE),
+        achievable=card.achievable,
         rails=rails,
         given=tuple(name for name, value in (("intra", intra), ("nic", nic)) if value is not None),
     )
@@ -303,7 +295,3 @@ def check_nodes(gpus: int, gpus_per_node: int) -> None:
             f"gpus={gpus} are not whole nodes of gpus_per_node={gpus_per_node}; use {whole} or {whole + gpus_per_node}, "
             "or give the gpus_per_node that the job gets"
         )
-
-
-def _key(card: Accelerator) -> str:
-    return next((key for key, known in ACCELERATORS.items() if known == card), card.name.lower())

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 from lablib.calc.layouts.planner.layout import Layout
-from lablib.calc.layouts.planner.rates import generation
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -27,8 +26,6 @@ LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
 
 #: GPUs that rows were measured on, by generation.
 CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
-#: GPUs that run like them, by the beginning of their names in the table of accelerators; others have constants alone.
-KIN = ("A100", "H100", "H200", "H800", "B200", "GB200")
 ENOUGH = 5
 SIZE = 3  # times smaller or larger
 LENGTH = 2  # times shorter or longer
@@ -77,7 +74,7 @@ def _rows() -> tuple[dict, ...]:
 
 def like_this(load: Workload, layout: Layout) -> Likeness:
     """Return the measured runs like a layout of a job."""
-    kin = generation(load.cluster.gpu) if load.cluster.gpu.name.startswith(KIN) else None
+    kin = load.cluster.gpu.generation
     sharded = layout.zero >= 2
     way = "FSDP" if sharded else "replicas or ZeRO-1"
     if load.model.is_moe:

@@ -3,7 +3,7 @@
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
     FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
-A share is of the full rate: of what large matrix products reach on the GPU (`layout.ACHIEVABLE`), of the memory's
+A share is of the full rate: of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's
 bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
 their FLOPs and bytes. A share of matrix products is fitted for each generation of GPUs, one of fused attention for each
 generation and kernel, one of the memory for each way of writing the kernels between the products: fused, as Megatron-LM
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from lablib.calc.errors import one_of
 from lablib.calc.hardware import Accelerator
 
-#: The generation whose constants stand for a GPU, by its first match: NVIDIA's NVLink tells its data-center GPUs apart.
-GENERATIONS = {"nvlink5": "b200", "nvlink4": "h100", "nvlink4-h800": "h100", "nvlink-c2c": "h100"}
 KERNELS = ("fused", "eager")
 
 
@@ -29,9 +27,7 @@ def generation(card: Accelerator) -> str:
     instructions of Ampere, which they have too, and reaches on Hopper a third of the peak for want of Hopper's own
     (Shah et al. 2024, arXiv 2407.08608, abstract).
     """
-    if card.scale_up in GENERATIONS:
-        return GENERATIONS[card.scale_up]
-    return "h100" if card.scale_up and "fp8" in card.flops else "a100"
+    return card.generation or ("h100" if card.scale_up and "fp8" in card.flops else "a100")
 
 
 @dataclass(frozen=True, kw_only=True)
