@@ -126,7 +126,7 @@ def test_products_take_the_rate_of_their_dtype() -> None:
     export = ["plan", "gpt2", "--gpus", "1", "--gpu", "t4", "--global-batch", "8", "--export", "deepspeed"]
     assert "T4 has no bf16" in CliRunner().invoke(app, export).output
     assert "T4 has no bf16" not in CliRunner().invoke(app, [*export, "--recipe", "mixed-fp16"]).output
-    with pytest.raises(ValueError, match=r"B200 .* has no fp32 peak in the table"):
+    with pytest.raises(ValueError, match=r"B200 has no fp32 peak in the table"):
         plan("gpt2", recipe_="fp32", **job | {"gpu": "b200"})
 
 

@@ -1,6 +1,6 @@
 """How large the house is: modules and lines, the fullest folder, cycles. Before and after a change, one script.
 
-`make size`; with a folder, of another checkout: `python tools/size.py ../other`.
+`python tools/size.py`; of another checkout: `python tools/size.py ../other`.
 """
 
 import graphlib
