@@ -182,10 +182,10 @@ def every_control_moved_by_keyboard_shows_pythons_numbers(live):
         values = [value for value, _ in control.options]
         first = values.index(live.first[control.name])
         seen = {live.first[control.name]}
-        # Some steps down, and up again beyond the first: tests/test_explorers.py computes every state.
+        # A step down, and up again beyond the first: tests/test_explorers.py computes every state.
         # A list goes down with Arrow Up.
         fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
-        down, up = min(first, 2), min(len(values) - 1 - first, 2)
+        down, up = min(first, 1), min(len(values) - 1 - first, 1)
         for key in [fewer] * down + [more] * (down + up):
             waited.append(live.press(control.name, key))
             state = live.state()

@@ -91,21 +91,26 @@ class Visit:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_reads_well(context, address, page):
-    """Loading a page takes most of the time, so it is loaded once for all that is looked at."""
+    """To load a page takes long, and to lay it out anew: it is loaded once, and each width comes once, for all."""
     with Visit(context, address, page) as visit:
-        it_is_whole_on_a_desk_and_on_a_phone(visit)
         if MATHJAX_IS_LOCAL:
             formulas_are_drawn(visit)
             assert visit.foreign == []
             assert visit.errors == []
         if page in CHAPTERS:
-            figures_stand_on_the_page(visit, "light", "dark")
             a_solution_is_folded_until_it_is_asked_for(visit)
             the_code_of_a_figure_is_folded_until_it_is_asked_for(visit)
         if page in LABS:
             what_was_measured_is_folded_until_it_is_asked_for(visit)
-        what_scrolls_says_so(visit)
+        visit.page.evaluate(_UNFOLD)
+        for size in (DESK, PHONE):
+            visit.page.set_viewport_size(size)
+            it_is_whole(visit, size["width"])
+            if page in CHAPTERS:
+                figures_stand_on_the_page(visit, size["width"], "light", "dark")
+            what_scrolls_says_so(visit, size["width"])
         if page in LABS:
+            visit.page.set_viewport_size(DESK)
             a_lab_leads_back_to_its_chapter(visit, page)
 
 
@@ -121,14 +126,11 @@ _TITLE_WITHIN = """width => {
 }"""
 
 
-def it_is_whole_on_a_desk_and_on_a_phone(visit):
-    for size in (PHONE, DESK):
-        visit.page.set_viewport_size(size)
-        # What is too wide must scroll in its own box: the page itself never scrolls sideways.
-        width = size["width"]
-        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
-        # The sidebar slides when the width changes; what counts is where the title comes to rest.
-        visit.page.wait_for_function(_TITLE_WITHIN, arg=width, timeout=90_000)
+def it_is_whole(visit, width):
+    # What is too wide must scroll in its own box: the page itself never scrolls sideways.
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
+    # The sidebar slides when the width changes; what counts is where the title comes to rest.
+    visit.page.wait_for_function(_TITLE_WITHIN, arg=width, timeout=90_000)
 
 
 #: What is wider than its box and shows no cue; what is cut off for good; what sticks out of the column.
@@ -181,12 +183,9 @@ _FLICKERS = """async () => {
 }"""
 
 
-def what_scrolls_says_so(visit):
-    visit.page.evaluate(_UNFOLD)
-    for size in (DESK, PHONE):
-        visit.page.set_viewport_size(size)
-        assert visit.page.evaluate(_SETTLED) == [], f"{size['width']} pixels"
-        assert visit.page.evaluate(_FLICKERS) == [], f"{size['width']} pixels"
+def what_scrolls_says_so(visit, width):
+    assert visit.page.evaluate(_SETTLED) == [], f"{width} pixels"
+    assert visit.page.evaluate(_FLICKERS) == [], f"{width} pixels"
 
 
 def formulas_are_drawn(visit):
@@ -220,21 +219,18 @@ _CONTRAST = """figure => {
 }"""
 
 
-def figures_stand_on_the_page(visit, *themes):
+def figures_stand_on_the_page(visit, width, *themes):
     figures = visit.page.locator("figure.house-figure")
-    for size in (DESK, PHONE):
-        # To lay a page out anew takes long: each width comes once, with all themes.
-        visit.page.set_viewport_size(size)
-        for theme in themes:
-            # What the page's own button does; test_the_theme_can_be_switched presses it.
-            visit.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
-            for seen in figures.evaluate_all(f"figures => figures.map({_CONTRAST})"):
-                assert "text_html" not in seen["box"], "the theme put a box behind a figure"
-                assert (seen["page"] > 0.5) == (theme == "light")
-                # WCAG 2.1, 1.4.3: text needs 4.5:1.
-                assert seen["text"] >= 4.5
-                assert seen["caption"] >= 4.5
-                assert seen["width"] <= size["width"]
+    for theme in themes:
+        # What the page's own button does; test_the_theme_can_be_switched presses it.
+        visit.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+        for seen in figures.evaluate_all(f"figures => figures.map({_CONTRAST})"):
+            assert "text_html" not in seen["box"], "the theme put a box behind a figure"
+            assert (seen["page"] > 0.5) == (theme == "light")
+            # WCAG 2.1, 1.4.3: text needs 4.5:1.
+            assert seen["text"] >= 4.5
+            assert seen["caption"] >= 4.5
+            assert seen["width"] <= width
 
 
 def a_solution_is_folded_until_it_is_asked_for(visit):
@@ -277,7 +273,7 @@ def a_lab_leads_back_to_its_chapter(visit, page):
 def test_the_theme_is_the_one_the_reader_chose(context, address, theme):
     with Visit(context, address, CHAPTERS[0], theme) as visit:
         assert visit.page.locator("html").get_attribute("data-theme") == theme
-        figures_stand_on_the_page(visit, theme)
+        figures_stand_on_the_page(visit, DESK["width"], theme)
 
 
 def test_the_theme_can_be_switched(context, address):
