@@ -130,7 +130,9 @@ def test_torchtitan_says_so_today() -> None:
 def test_what_torchtitan_is_not_counted_with_is_refused() -> None:
     with pytest.raises(ValueError, match="implementation='torchtitan' with tp=2 is not known"):
         run_config("llama-3-8b", implementation="torchtitan", recipe="fsdp2-mixed", tp=2)
-    with pytest.raises(ValueError, match="runs whole blocks again or nothing, so recompute='selective' is no run of it"):
+    with pytest.raises(
+        ValueError, match="runs whole blocks again or nothing, so recompute='selective' is no run of it"
+    ):
         run_config("llama-3-8b", implementation="torchtitan", recipe="fsdp2-mixed", recompute="selective")
     with pytest.raises(ValueError, match="not family 'gpt2'"):
         memory_timeline("gpt2", implementation="torchtitan", recipe="fsdp2-mixed", seq=64)

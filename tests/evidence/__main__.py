@@ -135,7 +135,7 @@ def _measure(path: Path, only: str | None, *, few: bool, write: bool) -> None:
     from tests.evidence.real_runs import REAL_RUNS, real_run, save_real_runs
 
     drawn_ones = path == HELD_OUT
-    chosen = (*drawn(), *drawn_experts()) if drawn_ones else table.representatives() if few else grid()
+    chosen = (*drawn(), *drawn_experts()) if drawn_ones else table.representatives(grid()) if few else grid()
     names = {row["name"] for row in _named([{"name": case.name} for case in chosen], only)}
     cases = [case for case in chosen if case.name in names]
     rows = []

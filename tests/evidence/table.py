@@ -19,7 +19,7 @@ import torch
 from lablib.calc.torch_versions import PINNED, torch_facts
 from lablib.launch.records import write_json
 from tests.evidence.cases import FACTORS, Case
-from tests.evidence.grid import BESIDE, DRAWN, SEED, grid
+from tests.evidence.grid import BESIDE, DRAWN, SEED
 from tests.evidence.headline import (
     EARLIER,
     HELD_OUT,
@@ -148,10 +148,10 @@ def drifted(rows: Iterable[Row], committed: dict[str, Any]) -> list[str]:
     return found
 
 
-def representatives(count: int = 12) -> list[Case]:
-    """Return cheap cases that between them show every value of every factor that cheap cases have."""
+def representatives(cases: Sequence[Case], count: int = 12) -> list[Case]:
+    """Return cheap ones of the cases that between them show every value of every factor that cheap cases have."""
     # Real tensors with scores of 1,000 x 1,000 tokens take seconds, and so do several steps of 1,000.
-    tiny = [case for case in grid() if case.size == "tiny" and case not in BESIDE]
+    tiny = [case for case in cases if case.size == "tiny" and case not in BESIDE]
     cheap = [c for c in tiny if c.seq == 64 or (c.attention == "fused" and c.accumulate == 1)]
     chosen: list[Case] = []
     shown: set[tuple[str, object]] = set()
