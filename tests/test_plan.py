@@ -567,9 +567,11 @@ def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     assert "limits a token to 4 of 8 groups" in said
     assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
-    assert not_modelled(dense, Layout(dp=8)) == []
+    assert not_modelled(dense, Layout(dp=8, zero=3)) == []
+    (ddp,) = not_modelled(dense, Layout(dp=8))
+    assert "gradient_as_bucket_view=True" in ddp
     window = preset("gemma-2-2b")
     for seq, said in ((8192, 1), (window.window, 0)):
-        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
+        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8, zero=3))
         assert len(found) == said
         assert all("window=4096 in 13 of 26 layers" in line for line in found)

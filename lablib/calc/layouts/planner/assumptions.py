@@ -18,6 +18,7 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
         *expert_limits(
             load.model, ep=layout.ep, out_of=_out_of(layout), tp=layout.expert_split, imbalance=load.uneven(layout)
         ),
+        *_replicas(layout),
         *_overlap(layout),
         *_pipeline(load, layout),
     ]
@@ -112,6 +113,14 @@ def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int, imbalanc
         groups = f"{model.router.group_topk} of {model.router.groups} groups"
         text += f"; {model.name} limits a token to {groups}, which sends less"
     return [*found, text + "."]
+
+
+def _replicas(layout: Layout) -> list[str]:
+    if layout.zero or layout.dp * layout.cp == 1:
+        return []
+    return [
+        "DDP with gradient_as_bucket_view=True: by default it keeps its gradients twice, as .grad and in its buckets."
+    ]
 
 
 def _overlap(layout: Layout) -> list[str]:

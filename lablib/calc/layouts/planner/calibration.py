@@ -11,7 +11,8 @@ many more rows, fits the constants to them and judges them.
   last backward (`--overlap-grad-reduce` came in 2023).
 - Korthikanti et al. 2022 (arXiv 2205.05198), table 5: the same machines; iteration times with full recomputation, and
   with sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
-- Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens.
+- Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens. Section 3.3.2
+  shards optimizer states and gradients and keeps the weights gathered after forward, which is ZeRO-2 here.
   Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
   the GPU's, since the first stage keeps 68 to 75 GB of activations.
 """
@@ -42,8 +43,7 @@ class Run:
     Attributes:
         tflops: Published TFLOP/s per device.
         counts: What that rate counts: "hardware" (recomputation too) or "model".
-        zero: ZeRO stage, or None if it is not plain which one: Llama 3 shards optimizer and gradients, and how often
-            it scatters gradients is not printed.
+        zero: ZeRO stage, or None if not printed.
         recompute: Recomputation, or None if not printed.
         micro_batch: Sequences of a micro-batch, or None if not printed.
         virtual_stages: Chunks in a stage, or None if not printed.
@@ -190,8 +190,9 @@ def _llama3(gpus: int, cp: int, seq: int, batch: int, tflops: float, recompute: 
         global_batch=batch,
         tflops=tflops,
         counts="model",
-        zero=None,
+        zero=2,
         recompute=recompute,
+        micro_batch=1,
         sequence_parallel=True,
         attention="fused",
         framework=Framework(

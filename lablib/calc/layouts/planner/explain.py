@@ -100,7 +100,7 @@ def _dropped(result: Plan) -> list[str]:
 #: over 8 nodes, ZeRO-1 and no tensor parallelism; schedule (theirs is DualPipe), recomputation and batch are ours.
 WORKED_EXAMPLES = {
     "llama-3.1-405b": (
-        Layout(tp=8, pp=16, dp=128, zero=1, schedule="interleaved", virtual_stages=8),
+        Layout(tp=8, pp=16, dp=128, zero=2, schedule="interleaved", virtual_stages=8),
         {"gpus_per_node": 8, "seq": 8192, "global_batch": 2048},
     ),
     "deepseek-v3": (
