@@ -133,7 +133,7 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
-    seconds = step_time(load.job(given), load.rates())
+    seconds = step_time(load.step_work(given), load.rates())
     memory, total = peak.memory, peak.total
     if total > capacity:
         term = max(memory, key=memory.get)

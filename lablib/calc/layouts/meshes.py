@@ -1,4 +1,4 @@
-"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and the mesh as text.
+"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and what they send.
 
 Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
 
@@ -26,7 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
 from lablib.calc.errors import check_whole, one_of
+from lablib.calc.layouts.planner import Layout
+from lablib.calc.memory import resolve_model
+from lablib.calc.models import ModelConfig
+from lablib.calc.params import count_params
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -212,3 +217,32 @@ def label(mesh: Mesh, rank: int) -> str:
 
 def _axes(mesh: Mesh) -> list[str]:
     return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]
+
+
+def axis_bytes(
+    model: ModelConfig | str, layout: Layout, *, seq: int, global_batch: int, value: int = 2
+) -> dict[str, float]:
+    """Return the bytes that a rank of a middle stage sends over tp, cp, pp and dp in a step.
+
+    Keys and values are all-gathered; a stage sends its output on and a gradient back, each rank its part in tp.
+    Gradients are all-reduced, or scattered and gathered under ZeRO-1, over dp and cp together; ψ/(tp · pp) of them.
+
+    Args:
+        layout: tp, cp, pp, dp, micro_batch and virtual_stages are used; ep must be 1.
+        value: Bytes of a number on the wire.
+    """
+    if layout.ep > 1:
+        raise ValueError(f"ep={layout.ep}: experts' tokens are counted by dispatch_bytes, a layer at a time")
+    config = resolve_model(model)
+    t, c, p, d = layout.shape
+    m = layout.num_microbatches(global_batch)
+    tokens = layout.micro_batch * seq * value
+    layers = config.num_layers / p * m
+    keys = 2 * tokens * config.kv_width / t
+    held = count_params(config).total * value / (t * p)
+    return {
+        "tp": 4 * layers * ring_all_reduce_bytes(tokens * config.hidden / c, t),
+        "cp": 2 * layers * ring_all_gather_bytes(keys, c),
+        "pp": 2 * m * layout.virtual_stages * tokens * config.hidden / (c * t) if p > 1 else 0.0,
+        "dp": ring_all_reduce_bytes(held, d * c),
+    }

@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.hardware import Accelerator, accelerator
-from lablib.calc.layouts.axes import axis_bytes
 from lablib.calc.layouts.choice import Choice, choose
-from lablib.calc.layouts.meshes import mesh
+from lablib.calc.layouts.meshes import axis_bytes, mesh
 from lablib.calc.layouts.planner import (
     FITTED,
     Cluster,

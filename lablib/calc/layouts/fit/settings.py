@@ -315,14 +315,14 @@ def _job(have: Setup) -> tuple[Workload, Layout]:
 def step_seconds(have: Setup) -> float:
     """Return the predicted seconds of a step of `have.sequences` sequences."""
     load, layout = _job(have)
-    return sum(step_time(load.job(layout), load.rates()).values()) + host_seconds(have)
+    return sum(step_time(load.step_work(layout), load.rates()).values()) + host_seconds(have)
 
 
 def links_of(have: Setup) -> tuple[str, dict[str, object]]:
     """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
     try:
         load, layout = _job(have)
-        load.job(layout)  # a GPU without a figure for these dtypes has no times either
+        load.step_work(layout)  # a GPU without a figure for these dtypes has no times either
         machine = load.cluster
     except ValueError as error:
         return f"No times: {error}", {}
