@@ -113,7 +113,6 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     """Judge a layout for a real cluster.
 
     Args:
-        layout: A `Layout`, or its fields.
         case: A case or its name in `CASES`.
 
     Raises:

@@ -1,23 +1,13 @@
-"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and what they send.
+"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and what they send. Chapter 07.
 
-Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
+A rank is the sum of its coordinates times the strides, and the stride of an axis is the product of the sizes before it:
+rank = c_1 + n_1 (c_2 + n_2 (c_3 + ...)). Ranks of a node are neighbours, so the fastest axes stay inside nodes: by default
+tp, cp, ep, dp, pp, Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two); Llama 3 has tp, cp, pp, dp
+(arXiv 2407.21783, section 3.3.2).
 
-    rank  0  1  2  3  4  5  6  7
-    tp    0  1  0  1  0  1  0  1          tp groups  01 23 45 67
-    dp    0  0  1  1  0  0  1  1          dp groups  02 13 46 57
-    pp    0  0  0  0  1  1  1  1          pp groups  04 15 26 37
-
-The order says which axis changes fastest from rank to rank. A rank is the sum of its coordinates times the strides,
-and the stride of an axis is the product of the sizes before it:
-
-    rank = c_1 + n_1 (c_2 + n_2 (c_3 + ...))
-
-Ranks of a node are neighbours, so the fastest axes stay inside nodes. Axes that talk most go first: tp, cp, ep, dp, pp,
-Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses tp, cp, pp, dp (arXiv 2407.21783, 3.3.2).
-
-Experts are sharded over ep ranks *out of* the dp replicas: tp x cp x dp x pp are all ranks, and ep divides dp. On the grid
-dp is then two axes, ep and edp = dp / ep. Gradients of what is no routed expert are summed over `groups("dp", "cp")`,
-those of a routed expert over `groups("edp", "cp")`, the ranks that hold the same expert; all are divided by dp cp.
+Experts are sharded over ep ranks *out of* the dp replicas, and dp is then two axes of the grid, ep and edp = dp / ep.
+Gradients of what is no routed expert are summed over `groups("dp", "cp")`, those of a routed expert over
+`groups("edp", "cp")`; all are divided by dp cp.
 """
 
 from __future__ import annotations

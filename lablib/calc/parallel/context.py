@@ -1,8 +1,6 @@
-"""Context parallelism in numbers: what each way sends and holds, and which degrees it allows.
+"""Context parallelism in numbers: what each way sends and holds, and which degrees it allows. Chapter 12.
 
-All cp ranks hold s/c tokens of the same sequences; only attention needs the others' keys and values. By hand, c = 2 and
-one sequence of 4 tokens with one head of width 3: a rank has 2 keys and 2 values of 3 numbers, 12 in all, and sends
-them once. In general a rank sends for one attention, in values, with q = a d and k = a_kv d:
+A rank holds s/c tokens, and sends for one attention, in values, with q = a d and k = a_kv d:
 
 | way | forward | backward | at most |
 |---|---|---|---|
@@ -10,12 +8,9 @@ them once. In general a rank sends for one attention, in values, with q = a d an
 | gathered | 2bsk (c-1)/c, an all-gather | the same, a reduce-scatter; again an all-gather with `regather` | tokens |
 | ulysses | (2q + 2k) bs/c (c-1)/c, four all-to-alls | the same | heads |
 
-The gradient of a rank's own keys never travels: the others' parts come home in c - 1 messages, as in a ring
-reduce-scatter. (PyTorch and ring-flash-attention let it travel with them, c times.) Under tensor parallelism a rank has
-1/tp of the heads: give those.
-
-Under a causal mask the order of the tokens decides who works when (`ring_work`): the busy share of a ring is c / (2c - 1)
-in contiguous order, 1 in zigzag and (s + 1) / (s + c) in stripes.
+The gradient of a rank's own keys never travels, as in a ring reduce-scatter. (PyTorch and ring-flash-attention let it
+travel, c times.) `heads` and `kv_heads` are those of a rank before cp cuts them, 1/tp of the model's; `value` is the bytes
+of a number on the wire.
 
 Sources: Liu et al. 2023 (arXiv 2310.01889), section 3; Jacobs et al. 2023 (arXiv 2309.14509), section 3; Grattafiori et
 al. 2024 (arXiv 2407.21783), section 3.3.2; Brandon et al. 2023 (arXiv 2311.09431), section 3, for stripes.
@@ -78,11 +73,7 @@ def attention_traffic(
     Ulysses with more ranks than key heads sends each rank the one key head that its queries read.
 
     Args:
-        way: One of `WAYS`.
         seq: Tokens of the whole sequence, s.
-        heads: Query heads of a rank before cp cuts them: a/tp.
-        kv_heads: Key heads, likewise.
-        value: Bytes of a number on the wire.
         gradient_value: Bytes of a number of the gradients of keys and values on their way home; None: `value`.
         regather: "gathered" only: gather keys and values again in backward, and keep the rank's own alone.
     """
@@ -115,11 +106,6 @@ def context_buffers(
 
     A ring holds the block at work and the one that arrives, a gather all blocks of the others, and Ulysses all four
     tensors a second time, cut by heads.
-
-    Args:
-        heads: Query heads of a rank before cp cuts them: a/tp.
-        kv_heads: Key heads, likewise.
-        value: Bytes of a number.
     """
     q, k = _widths(way, batch, seq, heads, kv_heads, head_dim, cp)
     check_whole("value", value, 1)
@@ -166,10 +152,7 @@ def context_degrees(
 
     Args:
         heads: Query heads of the model; tp takes its part of them first.
-        kv_heads: Key heads of the model.
-        order: One of `ORDERS`; Ulysses' ranks see every token, so it is not used there.
         replicate_kv: Ulysses only: also more ranks than key heads, each key head on several.
-        most: Largest degree to look at.
     """
     one_of("way", way, WAYS)
     one_of("order", order, ORDERS)
@@ -192,9 +175,6 @@ def ulysses_crossover(heads: int, kv_heads: int, way: str = "gathered") -> float
 
     g = heads / kv_heads. Ulysses' bytes fall with cp and those of the others do not, but it moves queries and outputs
     too, which are g times as wide as keys. Valid up to `kv_heads` ranks.
-
-    Args:
-        way: "gathered" or "ring": with whom Ulysses is compared.
     """
     one_of("way", way, ("gathered", "ring"))
     for name, size in (("heads", heads), ("kv_heads", kv_heads)):
@@ -212,11 +192,6 @@ def ring_hiding_tokens(
     A step multiplies s/c queries with s/c keys, `4 b (s/c)² q` FLOPs, or half of them under a causal mask in zigzag
     order; meanwhile `2 b (s/c) k` values travel. So `s/c >= w/2 · F/W · a_kv/a`, twice that under a causal mask.
     Liu et al. 2023, section 3, with a_kv = a, two bytes and no mask: F/W.
-
-    Args:
-        flops: F, FLOP/s that a rank reaches in attention.
-        bandwidth: W, bytes per second that a rank sends, per direction.
-        value: w, bytes of a number on the wire.
     """
     for name, size in (("heads", heads), ("kv_heads", kv_heads), ("value", value)):
         check_whole(name, size, 1)
@@ -232,7 +207,6 @@ def ring_work(cp: int, order: str, seq: int) -> list[list[int]]:
     In step j rank i has the keys of rank i - j. Entry [j][i] counts the pairs with the key not behind the query.
 
     Args:
-        order: One of `ORDERS`.
         seq: Tokens of the whole sequence; cp must divide it, 2 cp in zigzag order.
     """
     one_of("order", order, ORDERS)
@@ -275,7 +249,6 @@ def token_owners(cp: int, order: str, seq: int) -> list[int]:
     """Return the rank that holds each token of a sequence.
 
     Args:
-        order: One of `ORDERS`.
         seq: Tokens of the whole sequence; cp must divide it, 2 cp in zigzag order.
     """
     one_of("order", order, ORDERS)
@@ -295,7 +268,6 @@ def busy_share(cp: int, order: str, *, seq: int | None = None) -> float:
     Contiguous: `c / (2c - 1)`, since only the last rank works in every step. Zigzag: 1. Striped: `(s + 1) / (s + c)`.
 
     Args:
-        order: One of `ORDERS`.
         seq: Tokens of the whole sequence; None: so many that a block on the diagonal is exactly half.
     """
     if seq is None:
@@ -310,9 +282,6 @@ def causal_blocks(cp: int, order: str = "contiguous") -> list[float]:
     """Return the blocks of scores that each cp rank computes under a causal mask; a block on the diagonal is half.
 
     A block is the product of two parts of 1/cp of the sequence; sequences are long, so that all stripes are equal.
-
-    Args:
-        order: One of `ORDERS`.
     """
     one_of("order", order, ORDERS)
     check_whole("cp", cp, 1)

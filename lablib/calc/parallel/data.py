@@ -48,7 +48,6 @@ def bucket_sizes(sizes: Sequence[int], *, first: int = 2**20, cap: int = 25 * 2*
     """Put gradients into buckets: from the last to the first, closing a bucket once it holds its limit.
 
     Args:
-        sizes: Bytes of each gradient, in the order in which the parameters were registered.
         first: Limit of the first bucket in bytes; small, so that it leaves early.
         cap: Limit of every other bucket in bytes.
 
@@ -83,10 +82,6 @@ def backward_transfers(
     """Return when each bucket is ready, starts and ends, if a gradient takes backward time as its bytes.
 
     Args:
-        sizes: Bytes of each gradient, in registration order.
-        buckets: Indices into `sizes`, in the order of sending, as `bucket_sizes` returns them.
-        backward: Seconds of the backward pass.
-        bandwidth: Bytes per second, per direction.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
     """
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(sizes))):
@@ -110,11 +105,7 @@ def backward_transfers(
 
 
 def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
-    """Return the seconds of communication after backward has ended: what the step waits for.
-
-    Args:
-        backward: Seconds of the backward pass.
-    """
+    """Return the seconds of communication after backward has ended: what the step waits for."""
     return max([transfer.end for transfer in transfers], default=backward) - backward
 
 
@@ -158,11 +149,6 @@ def ddp_step_time(
     the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
 
     Args:
-        compute_forward: Seconds of one micro-batch's forward pass.
-        compute_backward: Seconds of one micro-batch's backward pass.
-        gradient_bytes: Bytes of all gradients, as they are sent.
-        bandwidth: W, what one rank sends in bytes per second, per direction.
-        latency: α, seconds per message.
         buckets: How many of equal size, or the bytes of each in the order of sending.
         overlap: False sends nothing before the end of backward.
         micro_batches: Accumulated in each step; all but the last inside `no_sync`.

@@ -60,10 +60,7 @@ def deepspeed_settings(
     """Return the entries of a DeepSpeed configuration in the order of the file.
 
     Args:
-        ranks: Data-parallel ranks, all ranks of the job.
-        stage: ZeRO stage, 0 to 3.
         micro_batch: Sequences in one forward pass of one rank.
-        precision: "bf16", "fp16" or "fp32".
         offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
         device: Where to: "cpu" or "nvme".
         clip: Largest global gradient norm; 0 for no clipping.
@@ -260,7 +257,6 @@ def zero2_estimate(
 
     Args:
         offload: Whether the optimizer is on the CPU.
-        variant: "code" or "doc".
     """
     one_of("variant", variant, ("code", "doc"))
     _counts(params=params, gpus_per_node=gpus_per_node, nodes=nodes)

@@ -1,11 +1,9 @@
 """Expert parallelism: what the tokens send, who averages whose gradients, and how unevenly a router loads its experts.
 
-Four tokens on each of two ranks, four experts, two of them on each rank, two experts a token: a rank's tokens make
-eight copies, and if the choice is even, four of them have their expert on the other rank. They go there and come back,
-in forward and in backward.
-
 Letters: T tokens of a rank, E experts in a layer, k experts a token, h width of the stream, f inner width of an expert,
-e = ep ranks that share the experts, r = edp ranks that hold the same expert, C capacity, φ capacity factor. Chapter 13.
+e = ep ranks that share the experts, r = edp ranks that hold the same expert, C capacity, φ capacity factor. `value` is
+the bytes of a number on the wire, `flops` F, the FLOP/s that a rank reaches, and `bandwidth` W, the bytes per second that
+it sends, per direction. Chapter 13.
 
 Sources: DeepSeek-AI 2024 (arXiv 2412.19437), sections 2.1.2 and 3.2.2, for nodes; Liu et al. 2025 (arXiv 2504.14960),
 section 3, for folding; Lepikhin et al. 2020 (GShard, arXiv 2006.16668) and Fedus et al. 2021 (Switch, arXiv 2101.03961),
@@ -49,10 +47,6 @@ def dispatch_bytes(tokens: int, experts_per_token: int, hidden: int, ep: int, *,
     """Return the bytes that a rank sends for one layer of experts, forward and backward: `4 T k h (e-1)/e` values.
 
     Each token goes to its k experts and comes back, in both directions of training; experts are chosen evenly.
-
-    Args:
-        tokens: T, of one rank.
-        value: Bytes of a number on the wire.
     """
     for name, number in (("tokens", tokens), ("experts_per_token", experts_per_token), ("hidden", hidden), ("ep", ep)):
         check_whole(name, number, 1)
@@ -65,7 +59,6 @@ def chance_met(experts: int, pool: int, chosen: int) -> float:
     Args:
         experts: n, for example those of one rank.
         pool: P, of which the token chooses, each set with the same chance.
-        chosen: k different ones.
     """
     return 1 - math.comb(pool - experts, chosen) / math.comb(pool, chosen)
 
@@ -89,11 +82,8 @@ def routed_bytes(
     way back, because what belongs to one token is added before it returns (DeepSeek-V3, section 3.2.2).
 
     Args:
-        tokens: T, of one rank.
         ranks_per_node: Neighbours among the ep ranks.
-        way: One of `DISPATCH_WAYS`.
         node_limit: Nodes at most that a token visits, all equally often; None means no limit.
-        value: Bytes of a number on the wire.
     """
     one_of("way", way, DISPATCH_WAYS)
     whole = {"tokens": tokens, "hidden": hidden, "num_experts": num_experts, "ep": ep, "ranks_per_node": ranks_per_node}
@@ -130,12 +120,6 @@ def dispatch_ratio(
 
     4 T k h (e-1)/e values are sent and 6 · 3 T k h f FLOPs computed, so tokens, k and h cancel. Without a gate an
     expert has two matrices, and 9 becomes 6.
-
-    Args:
-        expert_ffn: f, the inner width of an expert.
-        flops: F, that a rank reaches, in FLOP/s.
-        bandwidth: W, what a rank sends in bytes per second, per direction.
-        value: u, bytes of a number on the wire.
     """
     check_whole("expert_ffn", expert_ffn, 1)
     check_link(ep, flops=flops, bandwidth=bandwidth, value=value)
@@ -157,11 +141,6 @@ def expert_hiding_tokens(
 
     A rank holds E/e experts, whose gradients it sends, and computes k of them for each token. A dense layer of the
     same width needs `hiding_tokens`, so a mixture needs E/(k e) times as many.
-
-    Args:
-        edp: r, the ranks that hold the same expert.
-        flops: F, that a rank reaches, in FLOP/s.
-        bandwidth: W, what a rank sends in bytes per second, per direction.
     """
     must_divide("ep", ep, "num_experts", num_experts)
     check_whole("experts_per_token", experts_per_token, 1, num_experts)
@@ -170,11 +149,7 @@ def expert_hiding_tokens(
 
 
 def held_params(config: ModelConfig, ep: int) -> int:
-    """Return the parameters that a rank holds where the routed experts are split over ep ranks and nothing else is.
-
-    Args:
-        ep: Divides the experts of a layer.
-    """
+    """Return the parameters that a rank holds where the routed experts are split over ep ranks and nothing else is."""
     if not config.is_moe:
         raise ValueError(f"{config.name} has no experts, so ep={ep} has nothing to split")
     check_whole("ep", ep, 1)
@@ -190,10 +165,6 @@ def expert_groups(
 
     The ranks of a pipeline stage are one grid for attention, tp x cp x dp, and another for experts, etp x ep x edp, both
     with the first axis fastest; edp = tp cp dp / (etp ep). Liu et al. 2025 (arXiv 2504.14960), section 3 and listing 1.
-
-    Args:
-        ep: Ranks that share the experts of a layer.
-        etp: Ranks that split each expert.
 
     Returns:
         "tp", "cp", "dp", "etp", "ep", "edp" and "pp" to groups of ranks; "dp x cp" are the ranks that hold the same
@@ -237,12 +208,7 @@ def expert_gradient_factor(*, tp: int = 1, cp: int = 1, dp: int = 1, ep: int = 1
 
 
 def expert_capacity(tokens: int, num_experts: int, experts_per_token: int, factor: float) -> int:
-    """Return the copies that an expert takes: `⌈ φ T k / E ⌉`.
-
-    Args:
-        tokens: T, of the tokens that are routed together.
-        factor: φ, the capacity factor; 1 leaves no room above the mean.
-    """
+    """Return the copies that an expert takes: `⌈ φ T k / E ⌉`."""
     for name, number in (("tokens", tokens), ("num_experts", num_experts), ("experts_per_token", experts_per_token)):
         check_whole(name, number, 1)
     if not factor > 0:
@@ -252,12 +218,7 @@ def expert_capacity(tokens: int, num_experts: int, experts_per_token: int, facto
 
 
 def dropped_share(loads: Sequence[int], capacity: int) -> float:
-    """Return the share of copies that find their expert full: `Σ max(0, n_i - C) / Σ n_i`.
-
-    Args:
-        loads: Copies that chose each expert.
-        capacity: C, copies that an expert takes.
-    """
+    """Return the share of copies that find their expert full: `Σ max(0, n_i - C) / Σ n_i`."""
     _check_loads(loads)
     return sum(max(0, load - capacity) for load in loads) / sum(loads)
 
@@ -267,10 +228,6 @@ def random_dropped_share(tokens: int, num_experts: int, experts_per_token: int, 
 
     Each token chooses an expert with chance k/E, so an expert's load is binomial:
     `E/(T k) · Σ_{n>C} (n - C) binomial(n; T, k/E)`.
-
-    Args:
-        tokens: T, of the tokens that are routed together.
-        factor: φ, the capacity factor.
     """
     capacity = expert_capacity(tokens, num_experts, experts_per_token, factor)
     check_whole("experts_per_token", experts_per_token, 1, num_experts)

@@ -60,9 +60,6 @@ def tensor_traffic(
     "keep" makes each of them a reduce-scatter and an all-gather of the same bytes.
     "shard", whose activations `lablib.calc.memory` counts, gathers the input of each half again in backward.
     Narayanan et al. (arXiv 2104.04473), section 3.2; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
-
-    Args:
-        sequence_parallel: False, "keep" or "shard".
     """
     elements = layer_elements(batch=1, seq=tokens, hidden=config.hidden, tp=ranks, sequence_parallel=sequence_parallel)
     calls = sum(sum(part.values()) for part in layer_collectives(sequence_parallel).values())

@@ -62,10 +62,6 @@ def zero_state_bytes(
     """Return the bytes of model states on one rank.
 
     Stage 1: `4 ψ + 12 ψ/N` for mixed-bf16 with AdamW. ZeRO (arXiv 1910.02054), table 1.
-
-    Args:
-        params: Parameters, `ψ`.
-        stage: ZeRO stage, 0 to 3.
     """
     return sum(state_terms(params, ranks, stage, recipe, optimizer).values())
 
@@ -78,11 +74,6 @@ def zero_traffic(
     For m micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients once and gather once;
     stage 2 scatters m times and gathers once; stage 3 scatters m times and gathers 2m times.
     ZeRO (arXiv 1910.02054), section 7.2, has m = 1: `data_parallel_bytes`.
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        micro_batches: Micro-batches in a step, `m`.
-        bytes_per_value: Of a weight and of a gradient.
     """
     _check(params, ranks, stage)
     if micro_batches < 1:
@@ -101,11 +92,6 @@ def zero_sent_bytes(params: int, ranks: int, stage: int, micro_batches: int = 1,
     """Return the bytes that one rank sends in an optimizer step.
 
     In units of `ψ (N-1)/N` values: 2 for DDP and stage 1, m + 1 for stage 2, 3m for stage 3.
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        micro_batches: Micro-batches in a step, `m`.
-        bytes_per_value: Of a weight and of a gradient.
     """
     return sum(zero_traffic(params, ranks, stage, micro_batches, bytes_per_value).values())
 
@@ -184,7 +170,6 @@ def max_params(
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
 
     Args:
-        stage: ZeRO stage, 0 to 3.
         model_parallel: Ranks that split the model evenly before ZeRO does.
     """
     _check(0, ranks, stage)

@@ -1,19 +1,12 @@
-"""How often to checkpoint, what failures cost, and a published log of them.
+"""How often to checkpoint, what failures cost, and a published log of them. Chapter 11.
 
     log = LLAMA3_FAILURES
     log.mtbf_on(1024) / 3600                         # hours between two failures, on fewer such GPUs
     best_interval(cost=10, mtbf=log.mtbf)            # seconds of work between two checkpoints
     lost_time(600, cost=10, mtbf=log.mtbf, restart=300)
 
-One failure ends a synchronous job on all its ranks, and what was done since the last checkpoint is done again. So rare
-checkpoints lose work, and frequent ones lose the time that writing takes. Failures come from many independent parts:
-without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
-
-With M the mean time between failures, δ the cost of a checkpoint, R of a restart and τ the work between checkpoints:
-
-    Young 1974:           τ = sqrt(2 δ M)
-    Daly 2006, for δ<2M:  τ = sqrt(2 δ M) · (1 + sqrt(δ/2M)/3 + (δ/2M)/9) - δ
-    exactly:              1 - τ/M = exp(-(τ + δ)/M)
+All in seconds: M, `mtbf`, the mean between two failures of the job, which come without memory, also while it writes or
+restarts; δ, `cost`, that training stands still for one checkpoint; τ, `interval`, of work between two checkpoints.
 """
 
 from __future__ import annotations
@@ -26,10 +19,6 @@ from dataclasses import dataclass
 def young_interval(cost: float, mtbf: float) -> float:
     """Return Young's interval, the first order: sqrt(2 δ M).
 
-    Args:
-        cost: Seconds that training stands still for one checkpoint, δ.
-        mtbf: Mean seconds between two failures of the job, M.
-
     Returns:
         Seconds of work between two checkpoints.
 
@@ -41,9 +30,6 @@ def young_interval(cost: float, mtbf: float) -> float:
 
 def daly_interval(cost: float, mtbf: float) -> float:
     """Return Daly's interval of higher order; the work alone, without the checkpoint.
-
-    Args:
-        mtbf: Mean seconds between two failures, M.
 
     Returns:
         Seconds of work between two checkpoints; M itself where δ is 2M or more.
@@ -64,9 +50,6 @@ def best_interval(cost: float, mtbf: float) -> float:
     The derivative of the wall time is zero where 1 - x = exp(-x - δ/M), with x = τ/M. The restart is not in it:
     it takes the same time however often you checkpoint.
 
-    Args:
-        mtbf: Mean seconds between two failures, M.
-
     Returns:
         Seconds of work between two checkpoints.
     """
@@ -82,12 +65,7 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
-    """
+    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M."""
     _check(interval=interval, cost=cost, mtbf=mtbf)
     return cost / interval + interval / (2 * mtbf) + restart / mtbf
 
@@ -97,9 +75,6 @@ def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart
 
     For each interval M · exp(R/M) · (exp((τ+δ)/M) - 1): Daly's complete model, which is exact for failures without
     memory, those during a checkpoint or a restart included.
-
-    Args:
-        mtbf: Mean seconds between two failures, M.
     """
     _check(work=work, interval=interval, cost=cost, mtbf=mtbf)
     if restart < 0:
@@ -142,10 +117,6 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
 
     Failures come at 1/M all the time, so there are T/M of them in a wall time T. Each is followed by a restart,
     of which another failure leaves M(1 - exp(-R/M)) on average. Rework is what remains.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
     """
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total

@@ -96,11 +96,7 @@ STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", 
 
 
 def link_bandwidth(rate: str | None) -> float:
-    """Return the bytes of data per second that TCP carries over a link; infinite if it is not throttled.
-
-    Args:
-        rate: As "500 Mb/s".
-    """
+    """Return the bytes of data per second that TCP carries over a link; infinite if it is not throttled."""
     return math.inf if rate is None else tcp_bandwidth(parse_bandwidth(rate))
 
 
@@ -209,9 +205,6 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
     """Return the size in bytes from which `long` is the faster of two algorithms, None if it never is.
 
     Between two measured sizes it is where the ratio of the times passes 1, on scales that count factors.
-
-    Args:
-        long: The one with fewer bytes over the link.
     """
     times = {(row.algorithm, row.bytes): row.measured if measured else row.predicted for row in rows}
     sizes = sorted(size for name, size in times if name == long and (short, size) in times)
@@ -352,10 +345,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
     """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
 
     Args:
-        layout: One of `STUDY_LAYOUTS`.
         config: A dense model without tied embeddings.
-        batch: B, sequences of all ranks together.
-        bytes_per_value: 4 for fp32.
 
     Raises:
         ValueError: If the layout is unknown, or the model's embeddings are tied, which a pipeline would send too.

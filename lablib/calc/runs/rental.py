@@ -165,8 +165,6 @@ def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch
 
     Args:
         machine: Its GPUs are in one node.
-        model: A name from `rung models`.
-        batch: Sequences of a step on one GPU.
     """
     n = machine.gpus
     common = {

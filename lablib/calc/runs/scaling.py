@@ -167,10 +167,8 @@ def predicted_step(
 
     Args:
         forward: Seconds of the forward passes of a step on a rank, without communication.
-        backward: The same of the backward passes.
         gather_bytes: Bytes of all weights as they are gathered, once.
         scatter_bytes: Bytes of all gradients as they are reduced.
-        bandwidth: Bytes per second of a rank, per direction.
         still_costs: Seconds that a hidden second costs.
 
     Returns:

@@ -35,11 +35,7 @@ EXPORTERS: dict[str, Exporter] = {
 
 
 def export_layout(job: ExportJob, framework: str) -> str:
-    """Return the layout as text that the framework reads.
-
-    Args:
-        framework: One of `EXPORTERS`.
-    """
+    """Return the layout as text that the framework reads."""
     return EXPORTERS[one_of("framework", framework, EXPORTERS)].text(job)
 
 
@@ -80,8 +76,6 @@ def counting_for(
     """Return what a plan for a framework counts; it accepts the layouts that the framework's exporter does.
 
     Args:
-        framework: One of `COUNTED`.
-        seq: Tokens in a sequence; None means the model's longest.
         implementation: Whose operators are counted in place of the framework's, for what nobody has counted of it.
         recipe: Dtypes in place of the framework's own.
 

@@ -79,10 +79,8 @@ def export_job(
     """Return a job whose factors were checked.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
         sequence_parallel: Whether tp splits norms and residuals too.
         recipe: Name of the dtypes that were counted; None means those that the framework trains in by itself.
-        attention: "fused" or "plain".
     """
     config = resolve_model(model)
     check_layout(

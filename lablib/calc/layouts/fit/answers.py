@@ -73,12 +73,7 @@ class Answer:
 
 
 def largest_micro_batch(model: Model, **settings: object) -> Answer:
-    """Return the most sequences of one forward pass that fit, everything else as given.
-
-    Args:
-        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunSpec.
-        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
-    """
+    """Return the most sequences of one forward pass that fit, everything else as given."""
     spec = as_spec(model, settings)
 
     def at(number: int) -> RunSpec:
@@ -97,10 +92,6 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
 
     Lengths are multiples of `calc.parallel.sequence_step`. Learned positions end at the table's last row, and
     all else at the longest sequence that the calculator takes.
-
-    Args:
-        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunSpec.
-        **settings: Arguments of `setup`: gpu, gpus, and those of `training_memory`.
     """
     spec = as_spec(model, settings)
     run = spec.run
@@ -138,10 +129,6 @@ def fewest_gpus(model: Model, **settings: object) -> Answer:
     down to its own fewest, and the answer is the least of them. Only experts that are rows of one tensor are tried number
     by number: FSDP2 pads them. Of the layouts of that number that fit it takes the one
     with the shortest predicted step for each sequence.
-
-    Args:
-        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunSpec, whose dp does not matter.
-        **settings: Arguments of `setup`, without gpus.
     """
     spec = as_spec(model, settings)
     best = MOST_GPUS + 1

@@ -2,16 +2,12 @@
 
 Every change keeps the GPUs and the sequences of a step. Three kinds:
 
-- "same training": the same updates, computed on another GPU, later or again: zero, recompute, micro_batch, tp, cp, pp,
-  fused attention, gradients in DDP's buckets, the fused optimizer; up to three together;
+- "same training": the same updates, computed elsewhere, later or again; up to three settings together;
 - "CPU memory": states offloaded, if the node has the memory for them, which nothing here knows;
 - "other training": 8-bit moments, no master copy, LoRA, QLoRA, shorter sequences.
 
-The last two come alone if that is enough, else with up to three changes of the first kind (two for a timeline), and only
-if they are faster than the first.
-
-The cost of a change is the predicted time of a step (`step_seconds`). Steps within 5 percent are a tie, which the
-planner cannot tell apart: there the combination with fewer changes comes first, and one that only adds to it is left out.
+The last two come alone if that is enough, else with some of the first kind, and only if they are faster than it. Steps
+within 5 percent are a tie: there the combination with fewer changes comes first.
 """
 
 from __future__ import annotations
@@ -83,12 +79,7 @@ class Change:
 
 
 def cheapest_change(model: Model, **settings: object) -> list[Change]:
-    """Return changes that make a run fit, kind by kind and the cheapest first; nothing if it fits as it is.
-
-    Args:
-        model: A ModelConfig, the name of a preset, the path of a config.json, or a RunSpec.
-        **settings: Arguments of `setup`.
-    """
+    """Return changes that make a run fit, kind by kind and the cheapest first; nothing if it fits as it is."""
     spec = as_spec(model, settings)
     if spec.within_budget:
         return []

@@ -160,10 +160,7 @@ def setup(
     """Return a checked run on so many GPUs.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
-        gpus_per_node: GPUs that the scale-up link connects; None means the accelerator's own.
-        reserve: Bytes of a GPU that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
         **settings: Arguments of `training_memory`, all but `stage`.

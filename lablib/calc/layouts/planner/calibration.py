@@ -344,11 +344,7 @@ WORKED_EXAMPLES = {
 
 
 def counting_of_run(run: Run, zero: int | None = None) -> Counting:
-    """Return whose memory a published row's job has: Megatron-LM's, or with ZeRO 2 and 3 that of the papers' kernels.
-
-    Args:
-        zero: ZeRO stage, if not the row's.
-    """
+    """Return whose memory a published row's job has: Megatron-LM's, or with ZeRO 2 and 3 that of the papers' kernels."""
     implementation = "paper" if ((run.zero if zero is None else zero) or 0) > 1 else "megatron"
     return Counting(implementation=implementation, recipe=run.recipe, step="fused")
 

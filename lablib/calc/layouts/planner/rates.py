@@ -3,11 +3,8 @@
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
     FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
-A share is of the full rate: of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's
-bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
-their FLOPs and bytes. A share of matrix products is fitted for each generation of GPUs, one of fused attention for each
-generation and kernel, one of the memory for each way of writing the kernels between the products: fused, as Megatron-LM
-and torch.compile have them, or one PyTorch operator after the other.
+A share is of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's bandwidth or of a
+link's. Seconds are what does not shrink with the work.
 """
 
 from __future__ import annotations
@@ -118,9 +115,6 @@ class Fitted:
         """Return the constants of one job.
 
         A kernel that was not measured on a generation counts as the fastest that was.
-
-        Args:
-            name: A generation.
         """
         one_of("kernels", framework.kernels, KERNELS)
         measured = {kernel: share for (card, kernel), share in self.attention.items() if card == name}

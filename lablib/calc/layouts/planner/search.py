@@ -126,11 +126,7 @@ class Plan:
         return self.candidates[0]
 
     def distinct(self, top: int | None = None) -> list[Candidate]:
-        """Return the fastest layout of every (tp, cp, pp, dp), fastest first.
-
-        Args:
-            top: How many; None means all.
-        """
+        """Return the fastest layout of every (tp, cp, pp, dp), fastest first."""
         found: dict[tuple[int, int, int, int], Candidate] = {}
         for candidate in self.candidates.walk(lambda layout: layout.shape not in found):
             if len(found) == top:
@@ -194,8 +190,6 @@ def plan(
     """Return every layout that fits, by predicted step time.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
-        seq: Tokens in a sequence; None means the model's longest.
         global_batch: Sequences in a step, over all replicas.
         gpus_per_node: Devices that the scale-up link connects; None means the accelerator's own.
         nic: Link, or bytes per second, of a network card; None means that of the vendor's reference system.
@@ -203,8 +197,6 @@ def plan(
         rails: Whether a group uses the cards of all its ranks in a node together.
         nics_per_node: Network cards that the devices of a node share; None means one for each.
         recipe_: Dtypes of the states, with AdamW; None means those of `counting`.
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits norms and residuals too.
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.

@@ -119,7 +119,6 @@ def layer_work(
     Args:
         layer: Which layer, from 0; it matters where some have experts.
         layout: Where the experts are: ep, etp and the distance between neighbours.
-        recompute: "none", "selective" or "full".
     """
     experts = model.has_experts(layer)
     tokens, seq, tp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.value, batch.gradient
@@ -336,12 +335,7 @@ class StepWork:
 
 
 def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: bool = False) -> dict[str, float]:
-    """Return the seconds of a forward or backward pass by part.
-
-    Args:
-        tp_hides: Whether products hide tensor-parallel collectives.
-        cp_hides: Whether attention hides the ring of keys and values.
-    """
+    """Return the seconds of a forward or backward pass by part."""
     seconds = {
         "matmul": work.matmul / rates.matmul,
         "attention": work.attention / rates.attention,
