@@ -31,7 +31,6 @@ class StepFlops:
 
     Attributes:
         by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
-        recompute: Extra FLOPs of recomputation in backward.
         six_nd: The estimate `6 N D` with the model's active parameters.
         early_stop: Whether replays of whole blocks were counted as PyTorch runs them, without the end that nothing needs.
     """
@@ -64,11 +63,7 @@ class StepFlops:
 
 
 def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = False) -> dict[str, int]:
-    """Return the FLOPs of one forward pass by component.
-
-    Attention projections take `2 T` times their weights. The two products with scores, queries times keys and
-    scores times values, take `2 b s² a (d + d_v)`: grouped-query attention saves memory and not these.
-    A token visits `experts_per_token` routed experts and every shared one.
+    """Return the FLOPs of one forward pass by component; a token visits `experts_per_token` routed experts and every shared one.
 
     Args:
         causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`, and with a window of w

@@ -45,12 +45,7 @@ CP_WAY = "ring"
 
 @dataclass(frozen=True)
 class Case:
-    """A real cluster and what was trained on it.
-
-    Attributes:
-        name: Key of `CASES`.
-        text: The task in one sentence.
-    """
+    """A real cluster and what was trained on it."""
 
     name: str
     run: Run
@@ -111,9 +106,6 @@ class Score:
 
 def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     """Judge a layout for a real cluster.
-
-    Args:
-        case: A case or its name in `CASES`.
 
     Raises:
         ValueError: If the case is unknown. A layout that cannot be is no error: its score says so.

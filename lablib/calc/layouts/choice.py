@@ -45,11 +45,9 @@ class Reason:
     """One question of the framework, answered.
 
     Attributes:
-        fits: Whether any layout of it fits.
         layout: The fastest that fits, or the one that needs least; None if no layout of it can be.
         memory: Bytes of a rank of that layout; 0 without one.
         step: Predicted seconds of its step; None if it does not fit.
-        text: The answer as a sentence.
     """
 
     family: str
@@ -66,13 +64,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommendation of the framework.
-
-    Attributes:
-        candidate: The layout, its memory and its predicted step.
-        reasons: The questions up to the answer, in order, then what it gives away.
-        plan: All that the planner found.
-    """
+    """The recommendation of the framework."""
 
     strategy: str
     candidate: Candidate

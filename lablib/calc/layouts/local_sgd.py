@@ -34,7 +34,6 @@ class Exchange:
     """The traffic of one replica over the link between data centres, and its cost.
 
     Attributes:
-        method: "ddp", "local-sgd" or "diloco".
         inner_steps: H, steps between exchanges; 1 for DDP.
         message: Bytes of one exchange sent by one replica.
         tokens: Tokens of all replicas between two exchanges.

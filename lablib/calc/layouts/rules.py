@@ -40,8 +40,6 @@ class Bubble:
 
     Attributes:
         p: Stages.
-        m: Micro-batches.
-        v: Chunks of a stage.
         over_ideal: Idle over ideal time, from the simulator.
         formula: (p-1)/(v m).
     """
@@ -86,7 +84,6 @@ class TensorCost:
     """One layer under tensor parallelism.
 
     Attributes:
-        crosses: Whether the group leaves its node.
         compute: Seconds of a rank for forward and backward, without collectives.
     """
 
@@ -143,7 +140,6 @@ class OrderCost:
     """The communication of one order of the axes.
 
     Attributes:
-        crosses: The axes whose groups leave a node.
         seconds: By axis, of one step at the links' full rates, nothing hidden.
     """
 
@@ -169,14 +165,10 @@ def order_rule(
     global_batch: int,
     orders: Sequence[str] = ORDERS,
 ) -> list[OrderCost]:
-    """Return what every order of tp, pp and dp costs, cheapest first.
-
-    An order decides which axis gets the node's link. tp sends most, so it goes first. Between pp and dp there is no
-    law: dp sends once a step and hides behind backward, pp sends little and is waited for. Compare their bytes.
+    """Return what every order of tp, pp and dp costs, cheapest first; an order decides which axis gets the node's link.
 
     Args:
         layout: tp, pp, dp and micro_batch are used.
-        orders: Axes joined by "-", fastest first.
     """
     sent = axis_bytes(model, layout, seq=seq, global_batch=global_batch)
     rows = []

@@ -35,11 +35,8 @@ class AttentionTraffic:
     """What one rank sends for one attention.
 
     Attributes:
-        forward: Bytes.
-        backward: Bytes.
         forward_calls: How often it calls "send", "all_gather", "reduce_scatter" or "all_to_all". Keys and values are
             one tensor in a ring and in a gather; queries, keys, values and outputs are four in Ulysses.
-        backward_calls: The same for backward.
         messages: Messages of both: one a send, c - 1 a collective.
     """
 

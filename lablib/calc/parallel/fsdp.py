@@ -22,9 +22,7 @@ class Message:
     """One collective.
 
     Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
         bytes: The full array, padding included.
-        phase: "forward" or "backward".
     """
 
     op: str
@@ -143,12 +141,7 @@ def fsdp_traffic(
 
 @dataclass(frozen=True, kw_only=True)
 class TimedUnit:
-    """A unit and what it costs.
-
-    Attributes:
-        forward: Seconds of its forward pass.
-        backward: Seconds of its backward pass.
-    """
+    """A unit, its bytes, and the seconds of each of its operations."""
 
     name: str
     bytes: int
@@ -160,14 +153,7 @@ class TimedUnit:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes time.
-
-    Attributes:
-        lane: "link" or "device".
-        kind: "gather", "scatter", "forward" or "backward".
-        start: Seconds from the start of the step.
-        end: Seconds from the start of the step.
-    """
+    """Something that takes time on a lane, "link" or "device", in seconds from the start of the step."""
 
     lane: str
     kind: str
@@ -181,7 +167,6 @@ class FsdpStep:
     """One forward and one backward pass.
 
     Attributes:
-        bars: What the link and the device do.
         memory: (seconds, bytes of unsharded parameters from then on), in order.
     """
 
@@ -212,12 +197,10 @@ class FsdpStep:
 def fsdp_step(
     units: Sequence[TimedUnit], *, reshard: bool = True, root_reshard: bool = False, prefetch: bool = True
 ) -> FsdpStep:
-    """Lay out one step.
+    """Lay out one step; the root is the first of the units.
 
     Args:
-        units: The root first, then the others as they run.
         reshard: Free a unit after its forward and gather it again in backward.
-        prefetch: Gather the next unit while the present one runs.
     """
     if not units:
         raise ValueError("units=[] is empty; the root is always there, wrapped or not")

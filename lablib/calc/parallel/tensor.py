@@ -44,7 +44,6 @@ class RankHeads:
     """The heads of one rank.
 
     Attributes:
-        keys: Key and value heads that those queries read.
         copies: How many ranks hold each of these key and value heads.
     """
 
@@ -84,12 +83,9 @@ def _fits(num_heads: int, num_kv_heads: int, tp: int) -> bool:
 
 
 def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
-    """Return the degrees that leave every rank whole heads and equal parts of the MLP, ascending.
-
-    The vocabulary is no obstacle, since it can be padded.
+    """Return the degrees that leave every rank whole heads and equal parts of the MLP, ascending; a vocabulary can be padded.
 
     Args:
-        config: A model with one kind of attention heads and a dense MLP.
         replicate_kv: Also allow more ranks than key heads, each key head on several ranks.
 
     Raises:

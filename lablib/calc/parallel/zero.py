@@ -101,7 +101,6 @@ class StageChoice:
     """What one stage does with one job.
 
     Attributes:
-        held: Bytes of states on a rank.
         micro_batches: Micro-batches in a step, None if not even one sequence fits beside the states.
         sent: Bytes that a rank sends in a step, None likewise.
     """
@@ -119,7 +118,6 @@ def zero_choices(params: int, ranks: int, sequences: int, activations: int, budg
     needed. Chapter 05, "Which stage".
 
     Args:
-        sequences: Of all ranks in a step; `ranks` divides them.
         activations: Bytes that one sequence of a micro-batch keeps for backward.
         budget: Bytes of a device for states and activations.
     """
@@ -147,9 +145,6 @@ def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return how much each rank owns if every tensor has one owner: the largest first, each to the rank with least.
 
     So does `torch.distributed.optim.ZeroRedundancyOptimizer`.
-
-    Args:
-        sizes: Of the tensors, in elements.
     """
     loads = [0] * ranks
     for size in sorted(sizes, reverse=True):

@@ -24,7 +24,6 @@ class NoiseScale:
         signal: |G|², the squared norm of the true gradient; noise can make the estimate negative.
         noise: tr(Σ), the variance of one example's gradient, summed over the parameters.
         spread: Standard error of the noise scale in examples, by leaving out one step at a time.
-        steps: Pairs of norms that went in.
     """
 
     signal: float
@@ -135,7 +134,6 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
     the end of the warm-up to 1 at the last step (Loshchilov and Hutter, arXiv 1608.03983, without restarts).
 
     Args:
-        peak: Highest rate, reached by step `warmup`.
         steps: Steps of the schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
     """

@@ -19,9 +19,6 @@ from dataclasses import dataclass
 def young_interval(cost: float, mtbf: float) -> float:
     """Return Young's interval, the first order: sqrt(2 δ M).
 
-    Returns:
-        Seconds of work between two checkpoints.
-
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
     _check(cost=cost, mtbf=mtbf)
@@ -29,10 +26,7 @@ def young_interval(cost: float, mtbf: float) -> float:
 
 
 def daly_interval(cost: float, mtbf: float) -> float:
-    """Return Daly's interval of higher order; the work alone, without the checkpoint.
-
-    Returns:
-        Seconds of work between two checkpoints; M itself where δ is 2M or more.
+    """Return Daly's interval of higher order, the work alone: sqrt(2 δ M) · (1 + sqrt(δ/2M)/3 + (δ/2M)/9) - δ; M from δ = 2M on.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22(3), 2006.
@@ -45,14 +39,7 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Return the interval that makes `wall_time` smallest, to the precision of a float.
-
-    The derivative of the wall time is zero where 1 - x = exp(-x - δ/M), with x = τ/M. The restart is not in it:
-    it takes the same time however often you checkpoint.
-
-    Returns:
-        Seconds of work between two checkpoints.
-    """
+    """Return the interval that makes `wall_time` smallest, where 1 - τ/M = exp(-(τ + δ)/M); the restart is not in it."""
     _check(cost=cost, mtbf=mtbf)
     low, high = 0.0, 1.0  # 1 - x - exp(-x - d) is positive at 0, negative at 1, and falls in between
     for _ in range(200):
@@ -113,11 +100,7 @@ class LostTime:
 
 
 def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> LostTime:
-    """Return where the time goes.
-
-    Failures come at 1/M all the time, so there are T/M of them in a wall time T. Each is followed by a restart,
-    of which another failure leaves M(1 - exp(-R/M)) on average. Rework is what remains.
-    """
+    """Return where the time goes: T/M failures in a wall time T, each followed by a restart, and rework is what remains."""
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total
     restarting = -math.expm1(-restart / mtbf)
@@ -145,7 +128,6 @@ class Cause:
     """One row of a failure log.
 
     Attributes:
-        category: What it is part of.
         printed: The share in percent that the source prints, or None.
     """
 
@@ -157,12 +139,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class FailureLog:
-    """The interruptions of one job.
-
-    Attributes:
-        gpus: GPUs that it ran on; one of them failing stops all.
-        planned: Interruptions that were planned, such as maintenance and new code.
-    """
+    """The interruptions of one job."""
 
     name: str
     gpus: int

@@ -4,9 +4,8 @@
     longest_sequence("llama-3-8b", gpu="h100", gpus=8, zero=3, recompute="full").value
     fewest_gpus("llama-3-70b", gpu="h100", seq=8192).value
 
-Nothing is solved for: the forward calculator is asked at one value after another, and the answer carries the bytes at
-its value, which fit, and at the next one, which do not. More sequences or tokens never need less memory, because every
-term is a number of values that grows with them, or does not depend on them; so halving finds the end.
+Each takes a RunSpec, or a model with the arguments of `setup`. More sequences or tokens never need less memory, so halving
+finds the end, and the answer carries the bytes at its value, which fit, and at the next one, which do not.
 """
 
 from __future__ import annotations
@@ -88,10 +87,9 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 
 
 def longest_sequence(model: Model, **settings: object) -> Answer:
-    """Return the longest sequence that fits, everything else as given, in steps that cp and tp can divide.
+    """Return the longest sequence that fits, everything else as given, a multiple of `calc.parallel.sequence_step`.
 
-    Lengths are multiples of `calc.parallel.sequence_step`. Learned positions end at the table's last row, and
-    all else at the longest sequence that the calculator takes.
+    Learned positions end at the table's last row, all else at the longest sequence that the calculator takes.
     """
     spec = as_spec(model, settings)
     run = spec.run
@@ -118,17 +116,11 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
 def fewest_gpus(model: Model, **settings: object) -> Answer:
     """Return the fewest GPUs on which some layout of a search fits. What was given stays; the rest is searched.
 
-    - tp: every divisor of a node, with sequence parallelism over the same ranks where they divide the sequence;
-    - cp: 1, 2, 4 and 8; pp: every divisor of the layers up to 16; dp: what the number of GPUs leaves, given or not;
-    - zero: 1, 2 and 3, or 0 where there is one replica.
-
-    A number of GPUs is a divisor of a node, or a number of whole nodes; below a node also the number that was given, and
-    any multiple of what was given where that does not divide a node. More GPUs are not always better: 16 have a layout
-    with tp=2 and cp=8, and 20 have none. But for one (tp, cp, pp, zero) more replicas never need more memory, from two on
-    (and from two for each expert-parallel group): shards get smaller, and nothing else changes. So each shape is halved
-    down to its own fewest, and the answer is the least of them. Only experts that are rows of one tensor are tried number
-    by number: FSDP2 pads them. Of the layouts of that number that fit it takes the one
-    with the shortest predicted step for each sequence.
+    tp are divisors of a node; cp is 1, 2, 4 or 8; pp a divisor of the layers up to 16; zero any stage. Numbers of GPUs are
+    divisors of a node and whole nodes; below a node also multiples of what was given. More GPUs are not always better, but for
+    one (tp, cp, pp, zero) more replicas never need more memory, from two on, so each shape is halved down to its own fewest.
+    Only experts that are rows of one tensor are tried number by number: FSDP2 pads them. Of the layouts of the least number
+    that fit it takes the one with the shortest predicted step for each sequence.
     """
     spec = as_spec(model, settings)
     best = MOST_GPUS + 1

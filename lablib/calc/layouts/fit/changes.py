@@ -45,10 +45,8 @@ class Change:
 
     Attributes:
         kind: "same training", "CPU memory" or "other training".
-        settings: What to set, by name.
         seconds: Predicted seconds of a step; None where the planner knows no link of the GPU.
         slower: That over the predicted step as given, could it run, less 1; None as above.
-        at: The run with the change.
         trade: What it saves and what it pays, in one sentence with computed numbers.
     """
 

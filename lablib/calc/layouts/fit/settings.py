@@ -55,7 +55,6 @@ class RunSpec:
 
     Attributes:
         run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
-        gpus_per_node: GPUs that the scale-up link connects.
         reserve: Bytes of a GPU that the run should leave.
         step: How the optimizer runs, for `memory_timeline`.
         nic: Link, or bytes per second, of one GPU out of its node; None means what the planner assumes.

@@ -15,8 +15,7 @@ ratios are predicted over measured seconds, by constants that never saw the row'
   with sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
 - Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens. Section 3.3.2
   shards optimizer states and gradients and keeps the weights gathered after forward, which is ZeRO-2 here.
-  Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
-  the GPU's, since the first stage keeps 68 to 75 GB of activations.
+  Gradients are counted with 2 bytes, although the paper reduces them in fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from pathlib import Path
 
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner.layout import Layout, check_layout, cluster
-from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
 from lablib.calc.layouts.planner.time import StepWork, Workload, step_time
@@ -46,18 +44,11 @@ LLAMA3 = "Llama 3 (arXiv 2407.21783)"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One published row.
+    """One published row; what the paper does not print is None.
 
     Attributes:
         tflops: Published TFLOP/s per device.
         counts: What that rate counts: "hardware" (recomputation too) or "model".
-        zero: ZeRO stage, or None if not printed.
-        recompute: Recomputation, or None if not printed.
-        micro_batch: Sequences of a micro-batch, or None if not printed.
-        virtual_stages: Chunks in a stage, or None if not printed.
-        sequence_parallel: Whether tp splits norms too.
-        attention: "plain" or "fused".
-        framework: Kernels and what hides; see `Framework`.
         nic: Bytes per second of one device out of its node, or None for the usual network card.
         rails: Whether a group uses all its network cards in a node together; see `Cluster`.
     """
@@ -237,17 +228,13 @@ class Prediction:
     """A published row beside what the planner makes of it.
 
     Attributes:
-        layout: The layout, with what the paper leaves out chosen.
         tflops: Predicted TFLOP/s per device, counted as the paper counts.
-        seconds: Predicted seconds of a step, by part.
-        memory: Bytes of a rank by term.
     """
 
     run: Run
     layout: Layout
     tflops: float
     seconds: dict[str, float]
-    memory: dict[str, int]
 
     @property
     def error(self) -> float:
@@ -325,7 +312,7 @@ def predict_run(run: Run, fitted: Fitted = FITTED) -> Prediction:
     timed = [(flops / sum(step_time(job, rates).values()), i) for i, (_, job, flops) in enumerate(options)]
     speed, i = max(timed)
     layout, job, _ = options[i]
-    return Prediction(run, layout, speed / 1e12, step_time(job, rates), layout_memory(load, layout))
+    return Prediction(run, layout, speed / 1e12, step_time(job, rates))
 
 
 #: Layouts as their papers print them, by preset, with devices per node, sequence and batch: worked examples. Llama 3:
@@ -356,9 +343,9 @@ LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
 
 #: GPUs that rows were measured on, by generation.
 CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
-ENOUGH = 5
-SIZE = 3  # times smaller or larger
-LENGTH = 2  # times shorter or longer
+MIN_ROWS = 5
+MAX_SIZE_RATIO = 3  # times smaller or larger
+MAX_LENGTH_RATIO = 2  # times shorter or longer
 
 
 @dataclass(frozen=True)
@@ -403,25 +390,29 @@ def _rows() -> tuple[dict, ...]:
 
 
 def like_this(load: Workload, layout: Layout) -> Likeness:
-    """Return the measured runs like a layout of a job."""
-    kin = load.cluster.gpu.generation
+    """Return the measured runs like a layout of a job: the same generation of GPUs and way to shard, nearly its size and length.
+
+    Where there are fewer than `MIN_ROWS`, length is given up first, then size. Of mixtures of experts, fp32 and other GPUs
+    nothing was measured.
+    """
+    measured_on = load.cluster.gpu.generation
     sharded = layout.zero >= 2
     way = "FSDP" if sharded else "replicas or ZeRO-1"
     if load.model.is_moe:
         return Likeness((), f"{load.cluster.gpu.name}, mixture of experts")
     if load.recipe.activation == 4:
         return Likeness((), f"{load.cluster.gpu.name}, fp32")
-    if kin is None:
+    if measured_on is None:
         return Likeness((), load.cluster.gpu.name)
     billions = count_params(load.model).total / 1e9
-    alike = [row for row in _rows() if row["card"] == kin and row["sharded"] == sharded]
-    sized = [row for row in alike if billions / SIZE <= row["billions"] <= billions * SIZE]
-    close = [row for row in sized if load.seq / LENGTH <= row["seq"] <= load.seq * LENGTH]
-    found = next((rows for rows in (close, sized) if len(rows) >= ENOUGH), close or sized or alike)
+    alike = [row for row in _rows() if row["card"] == measured_on and row["sharded"] == sharded]
+    sized = [row for row in alike if billions / MAX_SIZE_RATIO <= row["billions"] <= billions * MAX_SIZE_RATIO]
+    close = [row for row in sized if load.seq / MAX_LENGTH_RATIO <= row["seq"] <= load.seq * MAX_LENGTH_RATIO]
+    found = next((rows for rows in (close, sized) if len(rows) >= MIN_ROWS), close or sized or alike)
     if not found:
-        return Likeness((), f"{CARDS[kin]}, {way}")
+        return Likeness((), f"{CARDS[measured_on]}, {way}")
     sizes, lengths = sorted(row["billions"] for row in found), sorted(row["seq"] for row in found)
-    what = [CARDS[kin], way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
+    what = [CARDS[measured_on], way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
     if found is not close:
         what.append(f"{_range(f'{lengths[0]:,}', f'{lengths[-1]:,}')} tokens")
     if found is alike and alike is not sized:

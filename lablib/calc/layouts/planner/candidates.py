@@ -23,7 +23,6 @@ class Candidate:
 
     Attributes:
         seconds: Predicted seconds of a step by part; see `step_time`.
-        peak: What it holds at its fullest.
     """
 
     layout: Layout

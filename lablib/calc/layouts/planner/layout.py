@@ -134,8 +134,6 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Attributes:
-        gpus_per_node: Devices that the scale-up link connects.
-        scale_up: The link inside a node.
         nic: A network card of a node, or None in one node that none was named for.
         nics_per_node: Network cards that the devices of a node share.
         achievable: Share of the peak that large matrix products reach.

@@ -48,7 +48,6 @@ class Dropped:
     """A shape of which no layout fits, by the one of its layouts that keeps least.
 
     Attributes:
-        peak: What it holds at its fullest.
         excess: Bytes above what a device has for it.
     """
 
@@ -72,8 +71,6 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
-        load: What is trained, and where.
-        counting: Whose job is counted.
         capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
         found: What the search found before anything was timed.

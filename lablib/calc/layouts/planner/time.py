@@ -66,12 +66,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of something; backward holds what is recomputed.
-
-    Attributes:
-        forward: Work of the forward pass.
-        backward: Work of the backward pass, recomputation included.
-    """
+    """Forward and backward of something; backward holds what is recomputed."""
 
     forward: Work
     backward: Work
@@ -85,11 +80,7 @@ class MicroBatch:
         size: Sequences of a replica.
         value: Bytes of an activation and of a weight.
         gradient: Bytes of a weight's gradient where it is added up.
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits what lies between the matrices.
         stops_early: Whether recomputation stops behind the last tensor that backward needs.
-        imbalance: Tokens of the busiest rank's experts over the mean.
-        cp_way: "ring", "gathered" or "ulysses".
     """
 
     size: int
@@ -118,7 +109,6 @@ def layer_work(
 
     Args:
         layer: Which layer, from 0; it matters where some have experts.
-        layout: Where the experts are: ep, etp and the distance between neighbours.
     """
     experts = model.has_experts(layer)
     tokens, seq, tp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.value, batch.gradient
@@ -288,11 +278,7 @@ def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, la
 
 @dataclass(frozen=True)
 class StageWork:
-    """The work of one pipeline stage for one micro-batch, and how many stages are alike.
-
-    Attributes:
-        work: Forward and backward of all its layers, and of the head on the last one.
-    """
+    """The work of one pipeline stage for one micro-batch, and how many stages are alike."""
 
     work: Passes
     count: int = 1
@@ -303,15 +289,11 @@ class StepWork:
     """A step as work at full rates: all that `step_time` needs.
 
     Attributes:
-        stages: The kinds of pipeline stages.
-        micro_batches: Micro-batches of a replica, m.
-        chunks: Chunks of layers in a stage, v.
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
         sends: How many these are.
         scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
         gather: Seconds of an all-gather of a stage's weights at full rate.
         hops: Steps along trees of one such collective over all units of a stage.
-        zero: ZeRO stage.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
         doublings: How often one node was doubled to have the cluster's.
         dp_hides: What hides behind what; see `Framework`.
@@ -409,11 +391,7 @@ class Workload:
     """A model, a cluster and a batch; pieces that layouts share are computed once.
 
     Attributes:
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits norms and residuals too.
-        framework: Which kernels run, and what hides behind what.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
-        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" or "ulysses".
     """
 
     model: ModelConfig
