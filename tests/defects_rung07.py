@@ -267,7 +267,7 @@ class group_traffic:
 _RIGHT = {
     "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "recompute": "full", "micro_batch": 2},
     "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-    "llama-405b": {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 1, "schedule": "interleaved", "virtual_stages": 8},
+    "llama-405b": {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 2, "schedule": "interleaved", "virtual_stages": 8},
 }
 
 
@@ -288,7 +288,7 @@ class plan_cluster:
 
     def one_micro_batch_a_stage(case):
         """Llama's degrees without its chunks: the pipeline is empty for nearly half of the step."""
-        return {"tp": 8, "pp": 16, "dp": 128, "zero": 1} if case == "llama-405b" else _RIGHT[case]
+        return {"tp": 8, "pp": 16, "dp": 128, "zero": 2} if case == "llama-405b" else _RIGHT[case]
 
     a_stage_for_every_layer = lambda case: {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
 
@@ -325,7 +325,7 @@ class plan_cluster:
             tp=8,
             pp=pp,
             dp=dp,
-            zero=int(dp > 1),
+            zero=0 if dp == 1 else 2 if case == "llama-405b" else 1,  # eight stages a rank leave no room for gradients
             recompute="selective" if dp == 1 else "none",
             schedule="interleaved" if chunks > 1 else "1f1b",
             virtual_stages=chunks,

@@ -12,7 +12,7 @@ LABLIB = Path(__file__).resolve().parents[1] / "lablib"
 #: What these read is the course's own: shipped with it, or written by the very process that reads it.
 OWN = {
     "calc/errors.py",
-    "calc/layouts/planner/likeness.py",
+    "calc/layouts/planner/calibration.py",
     "calc/torch_versions.py",
     "checks/graduation.py",
     "live/explorer.py",

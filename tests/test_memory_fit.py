@@ -10,18 +10,17 @@ import pytest
 
 from lablib.calc.hardware import ACCELERATORS, LINKS, accelerator
 from lablib.calc.layouts.fit import (
-    Setup,
+    RunSpec,
     cheapest_change,
     fewest_gpus,
     largest_micro_batch,
     last_within,
-    links_of,
     longest_sequence,
     setup,
     size,
 )
 from lablib.calc.layouts.fit.answers import layouts
-from lablib.calc.layouts.fit.changes import SAME, SLOW, TIE, knobs
+from lablib.calc.layouts.fit.changes import SAME, SLOW, TIE, candidate_changes
 from lablib.calc.layouts.fit.settings import host_bytes, least_states, predicted_seconds, step_seconds
 from lablib.calc.layouts.planner import plan
 from lablib.calc.memory import LONGEST, RESERVE
@@ -47,13 +46,13 @@ def card(budget: int):
     return replace(accelerator("h100"), name="small", cuda_bytes=budget, context_bytes=0)
 
 
-def forwards(have: Setup) -> int:
+def forwards(spec: RunSpec) -> int:
     """The bytes that a rank needs, asked of the calculator itself."""
-    settings = {field.name: getattr(have.run, field.name) for field in fields(have.run)}
-    return memory_timeline(**settings, step=have.step).peak_bytes
+    settings = {field.name: getattr(spec.run, field.name) for field in fields(spec.run)}
+    return memory_timeline(**settings, step=spec.step).peak_bytes
 
 
-def draw(seed: int) -> Setup:
+def draw(seed: int) -> RunSpec:
     """A random run on random cards; sizes that do not divide are drawn again."""
     rng = random.Random(seed)
     while True:
@@ -84,36 +83,36 @@ def draw(seed: int) -> Setup:
 
 def test_the_largest_micro_batch_and_the_longest_sequence_round_trip() -> None:
     for seed in range(8):
-        have = draw(seed)
+        spec = draw(seed)
         for ask, name in ((largest_micro_batch, "micro_batch"), (longest_sequence, "seq")):
-            found = ask(have)
-            assert found.budget == have.gpu.usable_bytes - RESERVE
-            run = have.run
+            found = ask(spec)
+            assert found.budget == spec.gpu.usable_bytes - RESERVE
+            run = spec.run
             split = {"tp": run.tp, "cp": run.cp, "sequence_parallel": run.sequence_parallel, "cp_way": run.cp_way}
             grain = 1 if name == "micro_batch" else sequence_step(**split)
             if found.value:
-                again = have.having(**{name: found.value})
+                again = spec.replace(**{name: found.value})
                 assert found.memory == forwards(again) <= found.budget, seed
                 assert found.at == again
                 assert found.room == found.budget - found.memory
             if found.beyond is None:
-                most = have.run.model.max_positions if have.run.model.learned_positions else LONGEST
+                most = spec.run.model.max_positions if spec.run.model.learned_positions else LONGEST
                 assert found.value == most // grain * grain
             else:
                 assert found.beyond == found.value + grain
-                beyond = have.having(**{name: found.beyond})
+                beyond = spec.replace(**{name: found.beyond})
                 assert found.memory_beyond == forwards(beyond) > found.budget, seed
 
 
 def test_more_sequences_and_tokens_never_need_less() -> None:
     # What halving relies on.
     for seed in range(12):
-        have = draw(seed)
+        spec = draw(seed)
         rng = random.Random(seed)
-        for name, grain in (("micro_batch", 1), ("seq", have.run.cp * have.run.tp)):
+        for name, grain in (("micro_batch", 1), ("seq", spec.run.cp * spec.run.tp)):
             most = 1024 // grain if name == "seq" else 40
             few, many = sorted(rng.sample(range(1, most), 2))
-            small, large = (forwards(have.having(**{name: grain * n})) for n in (few, many))
+            small, large = (forwards(spec.replace(**{name: grain * n})) for n in (few, many))
             assert small <= large, (seed, name, few, many)
 
 
@@ -121,12 +120,12 @@ def test_more_sequences_and_tokens_never_need_less() -> None:
 @pytest.mark.parametrize("implementation", ["paper", "toy", "hf"])
 def test_no_larger_value_was_passed_over(model, implementation) -> None:
     model = replace(model, num_layers=1)
-    have = setup(model, gpu=card(900_000), reserve=0, implementation=implementation, recipe="fp32", seq=16)
-    at_batch = [n for n in range(1, 20) if forwards(have.having(micro_batch=n)) <= have.budget]
-    assert largest_micro_batch(have).value == max(at_batch)
+    spec = setup(model, gpu=card(900_000), reserve=0, implementation=implementation, recipe="fp32", seq=16)
+    at_batch = [n for n in range(1, 20) if forwards(spec.replace(micro_batch=n)) <= spec.budget]
+    assert largest_micro_batch(spec).value == max(at_batch)
     lengths = range(1, 65 if model.learned_positions else 200)
-    fitting = [n for n in lengths if forwards(have.having(seq=n)) <= have.budget]
-    assert longest_sequence(have).value == max(fitting)
+    fitting = [n for n in lengths if forwards(spec.replace(seq=n)) <= spec.budget]
+    assert longest_sequence(spec).value == max(fitting)
 
 
 def test_the_end_of_any_rising_need_is_found() -> None:
@@ -151,11 +150,11 @@ def test_nothing_fits_is_an_answer() -> None:
 
 def test_the_states_that_the_searches_skip_by_are_never_more_than_what_is_needed() -> None:
     for seed in range(60):
-        have = draw(seed)
-        assert least_states(have) <= forwards(have), seed
+        spec = draw(seed)
+        assert least_states(spec) <= forwards(spec), seed
     # And they are most of it where states are: a full model in one place.
-    have = setup("llama-3-8b", gpu="h100", seq=64)
-    assert least_states(have) == count_params(preset("llama-3-8b")).total * 14
+    spec = setup("llama-3-8b", gpu="h100", seq=64)
+    assert least_states(spec) == count_params(preset("llama-3-8b")).total * 14
 
 
 def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
@@ -170,29 +169,29 @@ def test_the_fewest_gpus_are_the_fewest_of_all_layouts() -> None:
     ):
         alone = setup(model, gpu=card(10**12), reserve=0, **given).memory
         for share in (0.5, 0.2):
-            have = setup(model, gpu=card(int(share * alone)), reserve=0, gpus_per_node=4, gpus=8, **given)
-            found = fewest_gpus(have)
+            spec = setup(model, gpu=card(int(share * alone)), reserve=0, gpus_per_node=4, gpus=8, **given)
+            found = fewest_gpus(spec)
             numbers = [1, 2, 4, *range(8, 28, 4)]
-            does = [n for n in numbers if any(forwards(one) <= have.budget for one in layouts(have, n))]
+            does = [n for n in numbers if any(forwards(one) <= spec.budget for one in layouts(spec, n))]
             assert (found.value if 0 < found.value < 28 else None) == min(does, default=None), (given, share)
             if not found.value:
                 assert "no number of GPUs is enough" in found.trade
                 continue
-            assert found.memory == forwards(found.at) <= have.budget
+            assert found.memory == forwards(found.at) <= spec.budget
             assert found.at.gpus == found.value
             assert all(getattr(found.at.run, name) == value for name, value in given.items())
             if found.beyond is not None:
-                least = min(forwards(one) for one in layouts(have, found.beyond))
-                assert found.memory_beyond == least > have.budget
+                least = min(forwards(one) for one in layouts(spec, found.beyond))
+                assert found.memory_beyond == least > spec.budget
 
 
 @pytest.mark.parametrize(
     ("how", "fewest"), [({"tp": 3, "gpus": 3}, 3), ({"tp": 3, "gpus": 24}, 3), ({"cp": 7, "seq": 700, "gpus": 7}, 7)]
 )
 def test_what_was_given_may_not_divide_a_node(how, fewest) -> None:
-    have = setup("gpt2", gpu="t4", **how)
-    assert have.within_budget
-    found = fewest_gpus(have)
+    spec = setup("gpt2", gpu="t4", **how)
+    assert spec.within_budget
+    found = fewest_gpus(spec)
     assert (found.value, found.beyond) == (fewest, None)
     assert found.memory == forwards(found.at)
 
@@ -206,12 +205,12 @@ def test_the_last_length_that_cp_divides_is_ended_by_the_positions() -> None:
 def test_more_replicas_never_need_more() -> None:
     # What halving a shape relies on: from two replicas on, and two for each expert-parallel group.
     for seed in range(30):
-        have, rng = draw(seed), random.Random(seed)
+        spec, rng = draw(seed), random.Random(seed)
         ep = rng.choice(
-            [n for n in (1, 2, 4) if n == 1 or have.run.model.num_experts % n == 0 < have.run.model.num_experts]
+            [n for n in (1, 2, 4) if n == 1 or spec.run.model.num_experts % n == 0 < spec.run.model.num_experts]
         )
         few, many = sorted(rng.sample(range(2, 60), 2))
-        at = [forwards(have.having(ep=ep, dp=ep * n)) for n in (few, many)]
+        at = [forwards(spec.replace(ep=ep, dp=ep * n)) for n in (few, many)]
         assert at[1] <= at[0], (seed, ep, few, many)
 
 
@@ -243,25 +242,25 @@ SETUPS = [
 
 @pytest.mark.parametrize(("model", "how"), SETUPS, ids=[f"{m}-{h['gpu']}" for m, h in SETUPS])
 def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
-    have = setup(model, **how)
-    changes = cheapest_change(have)
+    spec = setup(model, **how)
+    changes = cheapest_change(spec)
     assert changes
     assert changes == cheapest_change(setup(model, **how)), "the same question has the same answer"
     for change in changes:
         after = change.at
         assert change.memory == forwards(after) <= change.budget
-        assert after.gpus == have.gpus
+        assert after.gpus == spec.gpus
         for name, value in change.settings.items():
             got = after.step if name == "step" else getattr(after.run, name)
             assert value in (got, getattr(got, "name", None))
         assert size(change.memory) in change.trade
         assert change.seconds == predicted_seconds(after)
         if "seq" not in change.settings:
-            assert after.sequences == have.sequences
-            assert after.run.seq == have.run.seq
+            assert after.sequences == spec.sequences
+            assert after.run.seq == spec.run.seq
         if change.kind == SAME:
             kept = ("model", "recipe", "optimizer", "tuning", "seq", "offload", "implementation")
-            assert all(getattr(after.run, name) == getattr(have.run, name) for name in kept)
+            assert all(getattr(after.run, name) == getattr(spec.run, name) for name in kept)
     kinds = [change.kind for change in changes]
     assert kinds == sorted(kinds, key=[SAME, "CPU memory", "other training"].index)
 
@@ -269,29 +268,29 @@ def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
 @pytest.mark.parametrize("number", [1, 5])
 def test_no_cheaper_change_was_passed_over(number) -> None:
     # Every combination of up to three settings, put together here in another way.
-    have = setup(SETUPS[number][0], **SETUPS[number][1])
-    values, fitting = knobs(have), []
+    spec = setup(SETUPS[number][0], **SETUPS[number][1])
+    values, fitting = candidate_changes(spec), []
     for count in (1, 2, 3):
         for names in combinations(values, count):
             for chosen in product(*(values[name] for name in names)):
                 settings = {key: value for part in chosen for key, value in part.items()}
-                run = have.run
+                run = spec.run
                 width = 1
                 for name in ("tp", "cp", "pp"):
                     width *= settings.get(name, getattr(run, name))
                 batch = settings.get("micro_batch", run.micro_batch)
-                if have.gpus % width or have.sequences % (have.gpus // width * batch):
+                if spec.gpus % width or spec.sequences % (spec.gpus // width * batch):
                     continue
-                dp = have.gpus // width
+                dp = spec.gpus // width
                 if dp * settings.get("cp", run.cp) == 1 and "zero" in settings:
                     continue
                 try:
-                    after = have.having(**settings, dp=dp, num_microbatches=have.sequences // (dp * batch))
-                    if forwards(after) <= have.budget:
+                    after = spec.replace(**settings, dp=dp, num_microbatches=spec.sequences // (dp * batch))
+                    if forwards(after) <= spec.budget:
                         fitting.append((step_seconds(after), set(names)))
                 except ValueError:
                     continue
-    found = [change for change in cheapest_change(have) if change.kind == SAME]
+    found = [change for change in cheapest_change(spec) if change.kind == SAME]
     assert bool(found) == bool(fitting)
     if not fitting:
         return
@@ -319,14 +318,14 @@ def test_a_free_change_is_taken_before_one_that_costs() -> None:
 
 def test_offload_is_timed_by_its_link_and_by_the_cpu() -> None:
     params = count_params(preset("llama-3-8b")).total
-    have = setup("llama-3-8b", gpu="h100", dp=8, zero=1, seq=4096)
-    away = have.having(offload="optimizer")
-    assert host_bytes(have) == 0
+    spec = setup("llama-3-8b", gpu="h100", dp=8, zero=1, seq=4096)
+    away = spec.replace(offload="optimizer")
+    assert host_bytes(spec) == 0
     assert host_bytes(away) == pytest.approx(4 * params / 8)
-    assert host_bytes(have.having(offload="gradients", num_microbatches=3)) == pytest.approx((3 * 2 + 2) * params / 8)
-    whole = have.having(offload="parameters", zero=3)
+    assert host_bytes(spec.replace(offload="gradients", num_microbatches=3)) == pytest.approx((3 * 2 + 2) * params / 8)
+    whole = spec.replace(offload="parameters", zero=3)
     assert host_bytes(whole) == pytest.approx((2 + 2 * 2) * params / 8)
-    extra = step_seconds(away) - step_seconds(have)
+    extra = step_seconds(away) - step_seconds(spec)
     assert extra == pytest.approx((4 + CPU_ADAM_BYTES) * params / 8 / LINKS["pcie5-x16"].bandwidth)
     assert predicted_seconds(replace(away, gpu=accelerator("gb200"))) is None
 
@@ -335,29 +334,29 @@ def test_the_step_is_the_planners() -> None:
     result = plan("llama-3-8b", gpus=16, gpu="h100", seq=4096, global_batch=64, zero=3, schedule="1f1b")
     for candidate in result.candidates[:20]:
         layout = candidate.layout
-        have = setup(
+        spec = setup(
             "llama-3-8b", gpu="h100", gpus=16, seq=4096, tp=layout.tp, cp=layout.cp, pp=layout.pp, zero=layout.zero,
             micro_batch=layout.micro_batch, recompute=layout.recompute, sequence_parallel=True,
             num_microbatches=layout.num_microbatches(64),
         )  # fmt: skip
-        assert have.sequences == 64
-        assert step_seconds(have) == pytest.approx(candidate.step)
+        assert spec.sequences == 64
+        assert step_seconds(spec) == pytest.approx(candidate.step)
 
 
 def test_layers_of_stages_are_those_given() -> None:
     """17 chunks on each of 2 stages: the first holds the embedding alone, and only a list says so."""
     job = {"gpu": "gb200", "gpus": 8, "seq": 512, "num_microbatches": 2}
     cut = {"pp": 2, "schedule": "interleaved", "virtual_stages": 17, "layers_per_stage": [16, 16]}
-    have = setup("llama-3-8b", **job, **cut)
+    spec = setup("llama-3-8b", **job, **cut)
     result = plan("llama-3-8b", gpu="gb200", gpus=8, seq=512, global_batch=8, pp=2, virtual_stages=17, dp=4, zero=0)
     mine = next(c for c in result.candidates if c.layout.micro_batch == 1 and c.layout.recompute == "none")
-    assert (have.memory, step_seconds(have)) == (forwards(have), pytest.approx(mine.step))
+    assert (spec.memory, step_seconds(spec)) == (forwards(spec), pytest.approx(mine.step))
     other = setup("llama-3-8b", **job, pp=2, layers_per_stage=[15, 17])
     assert predicted_seconds(other) is None
-    assert links_of(other)[0] == "No times: layers_per_stage=[15, 17]: the planner times its own cut alone, [16, 16]"
-    assert have.having(pp=4, dp=2, virtual_stages=4, num_microbatches=4).run.layers_per_stage is None
-    assert have.having(micro_batch=2).run.layers_per_stage == (16, 16)
-    assert links_of(setup("gpt2", gpu="b200", gpus=8, recipe="fp32"))[0].startswith("No times: B200 has no fp32")
+    assert other.links()[0] == "No times: layers_per_stage=[15, 17]: the planner times its own cut alone, [16, 16]"
+    assert spec.replace(pp=4, dp=2, virtual_stages=4, num_microbatches=4).run.layers_per_stage is None
+    assert spec.replace(micro_batch=2).run.layers_per_stage == (16, 16)
+    assert setup("gpt2", gpu="b200", gpus=8, recipe="fp32").links()[0].startswith("No times: B200 has no fp32")
 
 
 @pytest.mark.parametrize(
@@ -385,17 +384,17 @@ def test_layers_of_stages_are_those_given() -> None:
 def test_bad_input_names_every_factor(how, message) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         setup("llama-3-8b", **{"gpu": "h100", "seq": 4096} | how)
-    with pytest.raises(ValueError, match="a Setup has all settings: leave out gpus"):
+    with pytest.raises(ValueError, match="a RunSpec has all settings: leave out gpus"):
         longest_sequence(setup("gpt2", gpu="h100"), gpus=3)
 
 
 def test_real_classes_get_context_parallelism_where_a_sequence_is_long() -> None:
     """Their ring is counted, so it is searched; a length is then a multiple of two chunks a rank."""
     job = {"gpu": "h100", "gpus": 16, "implementation": "hf", "sharding": "fsdp2", "recipe": "fsdp2-mixed", "zero": 3}
-    have = setup("llama-3-8b", seq=131072, recompute="full", attention="fused", **job)
-    assert not have.within_budget
-    assert any(change.settings.get("cp", 1) > 1 for change in cheapest_change(have))
-    cut = have.having(cp=8, dp=2)
+    spec = setup("llama-3-8b", seq=131072, recompute="full", attention="fused", **job)
+    assert not spec.within_budget
+    assert any(change.settings.get("cp", 1) > 1 for change in cheapest_change(spec))
+    cut = spec.replace(cp=8, dp=2)
     assert longest_sequence(cut).value % 16 == 0
     torchtitan = setup("llama-3-8b", seq=131072, **job | {"implementation": "torchtitan"})
     assert not any(change.settings.get("cp", 1) > 1 for change in cheapest_change(torchtitan))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lablib.calc.errors import must_divide, plural
 from lablib.calc.hardware import LINKS, link_rate
 from lablib.calc.layouts.fit import MEANING, cheapest_change, setup, unproven
-from lablib.calc.layouts.fit.changes import SHORT, knobs
+from lablib.calc.layouts.fit.changes import SHORT, candidate_changes
 from lablib.calc.layouts.planner import cluster
 from lablib.calc.memory import run_config, training_memory
 from lablib.calc.memory.timeline import memory_timeline
@@ -160,7 +160,7 @@ def test_what_no_oracle_has_counted_is_marked() -> None:
 
 
 def test_absurd_sizes_are_searched_by_few_questions() -> None:
-    assert len(knobs(setup("gpt2", gpu="h100", micro_batch=720720))["micro_batch"]) <= 20
+    assert len(candidate_changes(setup("gpt2", gpu="h100", micro_batch=720720))["micro_batch"]) <= 20
     with pytest.raises(ValueError, match="use 307, 7061"):
         must_divide("cp", 10**9 + 7, "seq", 10**9 + 3)
     deep = ModelConfig(name="deep", num_layers=50_000, hidden=64, num_heads=4, ffn=64, vocab=100, max_positions=64)

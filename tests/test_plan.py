@@ -33,7 +33,7 @@ from lablib.calc.layouts.planner import (
 )
 from lablib.calc.layouts.planner.calibration import KORTHIKANTI
 from lablib.calc.layouts.planner.rates import Rates
-from lablib.calc.layouts.planner.time import Job, Passes, Stage, Work
+from lablib.calc.layouts.planner.time import Passes, StageWork, StepWork, Work
 from lablib.calc.memory import RESERVE, training_memory
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.parallel import WAYS, attention_traffic, dispatch_bytes
@@ -66,7 +66,7 @@ def flat_machine(gpus: int) -> Cluster:
 def whole_step(load: Workload, layout: Layout) -> Work:
     """Work of all stages, micro-batches and replicas' worth of one rank: forward and backward added up."""
     total = Work()
-    for stage in load.job(layout).stages:
+    for stage in load.step_work(layout).stages:
         both = stage.work.forward + stage.work.backward
         total = total + both.times(stage.count * layout.num_microbatches(load.global_batch))
     return total
@@ -113,16 +113,16 @@ def test_the_pipeline_takes_as_long_as_the_simulated_schedule() -> None:
     unit = Passes(Work(matmul=1.0), Work(matmul=2.0))
     for p, m, v in ((4, 8, 1), (3, 5, 1), (4, 8, 2), (3, 9, 3)):
         name = "interleaved" if v > 1 else "1f1b"
-        job = Job((Stage(unit, p),), m, v)
+        job = StepWork((StageWork(unit, p),), m, v)
         timeline = simulate(schedule(name, p, m, v))
         assert sum(step_time(job, FULL).values()) == pytest.approx(3 * m * (1 + timeline.bubble_over_ideal))
 
 
 def test_what_hides_and_what_it_still_costs() -> None:
-    unit = Stage(Passes(Work(matmul=1.0), Work(matmul=2.0)))
+    unit = StageWork(Passes(Work(matmul=1.0), Work(matmul=2.0)))
 
     def dp(zero: int, scatter: float, gather: float, overlap: float) -> float:
-        job = Job((unit,), 4, scatter=scatter, gather=gather, zero=zero)
+        job = StepWork((unit,), 4, scatter=scatter, gather=gather, zero=zero)
         return step_time(job, Rates(overlap=overlap))["dp"]
 
     assert dp(1, 1.5, 0.5, 0.0) == 0  # both hide, once a step
@@ -219,7 +219,7 @@ def test_the_search_yields_what_brute_force_does() -> None:
                 continue
             valid += 1
             load = Workload(model, result.cluster, 96, 24)
-            step = sum(step_time(load.job(layout), load.rates()).values())
+            step = sum(step_time(load.step_work(layout), load.rates()).values())
             best = min(best or (9e9, layout), (step, layout), key=lambda pair: pair[0])
     assert result.valid == valid > 300
     assert not result.dropped
@@ -320,7 +320,7 @@ def test_each_way_of_context_parallelism_sends_what_is_counted() -> None:
         load = Workload(model, machine, 32768, 4, cp_way=way)
         bytes_sent = whole_step(load, layout).cp * machine.bandwidth(4, 2)
         assert bytes_sent == pytest.approx(4 * 32 * attention_traffic(way, **sizes).total)
-        steps[way] = step_time(load.job(layout), FULL)["cp"]
+        steps[way] = step_time(load.step_work(layout), FULL)["cp"]
     # At 32,768 tokens a block of attention takes longer than its keys and values travel.
     assert steps["ring"] == 0
     assert 0 < steps["gathered"] < steps["ulysses"], "below five ranks, (32 / 8) + 1, a gather sends less"
@@ -518,8 +518,8 @@ def test_long_attention_has_its_own_rate() -> None:
     machine = cluster("h100", 8)
     load = Workload(preset("llama-3.1-8b"), machine, 65536, 8)
     layout = Layout(dp=8, zero=3, recompute="full")
-    seconds = step_time(load.job(layout), load.rates())
-    as_products = step_time(load.job(layout), replace(load.rates(), attention=load.rates().matmul * 0.8))
+    seconds = step_time(load.step_work(layout), load.rates())
+    as_products = step_time(load.step_work(layout), replace(load.rates(), attention=load.rates().matmul * 0.8))
     assert sum(seconds.values()) > 1.3 * sum(as_products.values())
     assert max(seconds, key=seconds.get) == "attention"
 
@@ -567,9 +567,11 @@ def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     assert "limits a token to 4 of 8 groups" in said
     assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
-    assert not_modelled(dense, Layout(dp=8)) == []
+    assert not_modelled(dense, Layout(dp=8, zero=3)) == []
+    (ddp,) = not_modelled(dense, Layout(dp=8))
+    assert "gradient_as_bucket_view=True" in ddp
     window = preset("gemma-2-2b")
     for seq, said in ((8192, 1), (window.window, 0)):
-        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8))
+        found = not_modelled(Workload(window, cluster("a100", 8), seq, 64), Layout(dp=8, zero=3))
         assert len(found) == said
         assert all("window=4096 in 13 of 26 layers" in line for line in found)

@@ -235,7 +235,7 @@ def test_the_figure_has_a_dot_for_every_row(table: dict) -> None:
 def test_every_part_of_a_predicted_step_has_its_bar() -> None:
     load = Workload(preset("mixtral-8x7b"), cluster("h100", 64), 8192, 128)
     layout = Layout(tp=2, cp=2, ep=2, pp=2, dp=8, zero=1, recompute="full")
-    seconds = step_time(load.job(layout), load.rates())
+    seconds = step_time(load.step_work(layout), load.rates())
     (ax,) = step_parts({"one": seconds}).axes
     assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(sum(seconds.values()))
 

@@ -1,25 +1,9 @@
 """How many floating-point operations a training step takes, what share of the peak that is, and what a run costs.
 
-Only matrix multiplications count: `2 m n k` FLOPs for `(m, k) @ (k, n)`, a multiplication and an addition each.
-Norms, softmax, biases and the optimizer are left out; their share is under one percent at these sizes.
-Forward multiplies each token with every matrix it visits, `2 N` FLOPs, and each query with every key:
-
-    one layer, GPT     24 b s h² + 4 b s² h          head   2 b s h V
-    backward           twice the forward: one product for the input's gradient, one for the weight's
-    step               72 b s h² L (1 + s / (6h) + V / (12 h L))
-
-Attention is counted over all `s²` pairs, as the papers below count it, although a causal model needs half of
-them: `ALL_PAIRS` says so beside every MFU. `causal=True` counts the half. A layer with a sliding window of w tokens (Mistral, Gemma) needs `s w` pairs, and
-is counted so; a kernel that gets the window as a mask, as Hugging Face's "sdpa" does, computes all of them.
-Recomputation adds to what the hardware does and not to what the model needs. MFU leaves it out, HFU counts it.
-PyTorch's checkpoint stops a replay when backward has all that it needs (`early_stop`): the down projection of each
-block, whose output goes into the stream and nowhere else, does not run again. The papers' replays run to the end.
-
-For a training run, and how large a model and how much data a budget wants:
-
-    C ≈ 6 N D        FLOPs for N parameters on D tokens: 2N forward and 4N backward a token
-    D ≈ 20 N         the compute-optimal split (Chinchilla), so C ≈ 120 N²
-    t = C / (n · peak · utilization)
+Only matrix multiplications count, `2 m n k` FLOPs each; norms, softmax, biases and the optimizer are under one percent.
+Backward is twice the forward. Attention counts all `s²` pairs, as the papers below do (`ALL_PAIRS`), or those that a causal
+mask leaves with `causal=True`; a layer with a sliding window of w tokens has `s w`. MFU leaves recomputation out, HFU
+counts it. `peak` is the dense FLOP/s of one accelerator in the dtype of the products, `utilization` a share of it.
 
 Read `step_flops` first.
 
@@ -47,7 +31,6 @@ class StepFlops:
 
     Attributes:
         by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
-        recompute: Extra FLOPs of recomputation in backward.
         six_nd: The estimate `6 N D` with the model's active parameters.
         early_stop: Whether replays of whole blocks were counted as PyTorch runs them, without the end that nothing needs.
     """
@@ -80,11 +63,7 @@ class StepFlops:
 
 
 def forward_flops(config: ModelConfig, *, batch: int, seq: int, causal: bool = False) -> dict[str, int]:
-    """Return the FLOPs of one forward pass by component.
-
-    Attention projections take `2 T` times their weights. The two products with scores, queries times keys and
-    scores times values, take `2 b s² a (d + d_v)`: grouped-query attention saves memory and not these.
-    A token visits `experts_per_token` routed experts and every shared one.
+    """Return the FLOPs of one forward pass by component; a token visits `experts_per_token` routed experts and every shared one.
 
     Args:
         causal: Count only the pairs that a causal mask keeps, `s (s + 1) / 2` in place of `s²`, and with a window of w
@@ -141,21 +120,15 @@ def step_flops(
 ) -> StepFlops:
     """Return the FLOPs of one training step: forward, backward, recomputation, and 6ND beside them.
 
-    "full" runs every layer's forward pass again, not the head: `96 b s h² L (1 + s / (6h) + V / (16 h L))` in all, with
-    `early_stop=False`. PyTorch runs `2 b s f h` less a layer; see `skipped_by_early_stop`.
-
-    "selective" runs the two products with scores again. One forward pass of them is `4 b s² h` a layer.
-    Korthikanti et al. print `72 b s h² L (1 + s / (3h) + V / (12 h L))` for the full step, which adds `12 b s² h`:
-    their published HFUs count the recomputed attention with its backward, three passes. That is the default, so that
-    HFU means what it means in the literature; `selective_passes=1` counts what is run again.
+    "full" runs every layer's forward pass again, not the head. "selective" runs the two products with scores again;
+    Korthikanti et al. count their backward too, three passes, which is the default so that HFU means what it means in the
+    literature. `selective_passes=1` counts what is run again.
 
     Args:
         batch: Sequences in the step, over all replicas and micro-batches.
-        recompute: "none", "selective" or "full".
-        causal: Count only the pairs that a causal mask keeps.
         selective_passes: Forward passes' worth of scores that selective recomputation adds.
-        early_stop: Whether a replay of a block stops when backward has what it needs, as `torch.utils.checkpoint` does
-            by default without reentrance. False: it runs to the end, as in Megatron-LM and in the papers' formulas.
+        early_stop: Whether a replay of a block stops when backward has what it needs, as `torch.utils.checkpoint` does by
+            default without reentrance. False: it runs to the end, as in Megatron-LM and in the papers' formulas.
         dropout: Whether dropout follows the MLP; its mask is then made again, and with it all that comes before.
     """
     if recompute not in RECOMPUTE:
@@ -184,27 +157,15 @@ def skipped_by_early_stop(config: ModelConfig, tokens: int) -> int:
 
 
 def mfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
-    """Return model FLOPs utilization: FLOPs of the model over those that the hardware could do in that time.
+    """Return model FLOPs utilization, `F_model / (seconds · devices · peak)`, for a step or its model FLOPs as a number.
 
-    `MFU = F_model / (seconds · devices · peak)`. F_model has all pairs of attention, unless the step was counted
-    with `causal=True`: half as many FLOPs of the scores, and another MFU.
-
-    Args:
-        flops: A step, or its model FLOPs as a number.
-        peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
+    All pairs of attention count, unless the step was counted with `causal=True`, which gives another MFU.
     """
     return _utilization(flops.model if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
 
 
 def hfu(flops: StepFlops | float, *, seconds: float, devices: int = 1, peak: float) -> float:
-    """Return hardware FLOPs utilization: as `mfu`, with recomputed FLOPs counted.
-
-    `HFU = (F_model + F_recompute) / (seconds · devices · peak)`.
-
-    Args:
-        flops: A step, or its hardware FLOPs as a number.
-        peak: Peak FLOP/s of one accelerator, dense, in the dtype of the matmuls.
-    """
+    """Return hardware FLOPs utilization: as `mfu`, with recomputed FLOPs counted."""
     return _utilization(flops.hardware if isinstance(flops, StepFlops) else flops, seconds, devices, peak)
 
 
@@ -226,7 +187,6 @@ def training_flops(params: float, tokens: float, *, recompute: str = "none") -> 
 
     Args:
         params: Parameters, N; active ones for a model with experts.
-        recompute: "none" or "full".
     """
     require_positive(params=params, tokens=tokens)
     if recompute not in ("none", "full"):
@@ -259,13 +219,7 @@ def kaplan_loss_ratio(times: float) -> float:
 
 
 def training_time(flops: float, *, devices: int = 1, peak: float, utilization: float = 1.0) -> float:
-    """Return the seconds of a training run, `t = C / (n · peak · utilization)`.
-
-    Args:
-        flops: FLOPs of the run, for example from `training_flops`.
-        peak: FLOP/s of one accelerator: its peak, or what it reaches, with `utilization` 1.
-        utilization: Share of the peak that is reached. It must count the same FLOPs: MFU for `6 N D`, HFU for `8 N D`.
-    """
+    """Return the seconds of a training run, `t = C / (n · peak · utilization)`."""
     require_positive(flops=flops, devices=devices, peak=peak, utilization=utilization)
     if utilization > 1:
         raise ValueError(f"utilization={utilization} is a share of the peak: give at most 1, 40 percent as 0.4")
@@ -273,31 +227,18 @@ def training_time(flops: float, *, devices: int = 1, peak: float, utilization: f
 
 
 def gpu_hours(flops: float, *, peak: float, utilization: float = 1.0) -> float:
-    """Return the GPU-hours of a training run, however many GPUs share them.
-
-    Args:
-        utilization: Share of the peak that is reached.
-    """
+    """Return the GPU-hours of a training run, however many GPUs share them."""
     return training_time(flops, peak=peak, utilization=utilization) / 3600
 
 
 def training_cost(flops: float, *, peak: float, utilization: float = 1.0, dollars_per_hour: float) -> float:
-    """Return the price of a training run in dollars: GPU-hours times the price of one.
-
-    Args:
-        utilization: Share of the peak that is reached.
-        dollars_per_hour: Price of one GPU for one hour.
-    """
+    """Return the price of a training run in dollars: GPU-hours times the price of one."""
     require_positive(dollars_per_hour=dollars_per_hour)
     return gpu_hours(flops, peak=peak, utilization=utilization) * dollars_per_hour
 
 
 def require_positive(**values: float) -> None:
-    """Check that numbers are positive and finite.
-
-    Args:
-        values: Numbers by the name that a message should give them.
-    """
+    """Check that numbers are positive and finite."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{name}={value!r} must be a positive number")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import pairwise, product
 
 from lablib.calc.communication import ring_all_reduce_bytes
@@ -328,25 +327,10 @@ def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
         judged = score(_fields(answer(name), name), name)
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
-        ratio = _to_published(judged)
-        if ratio > _SLOWER:
-            raise Wrong(f"{name}: {ratio:.2f} times the published layout's time. {_slow(judged)}")
+        if judged.to_published > _SLOWER:
+            raise Wrong(f"{name}: {judged.to_published:.2f} times the published layout's time. {_slow(judged)}")
         done.append(f"{name} {judged.points}")
     return f"Points of 100, the planner's best having 100: {', '.join(done)}."
-
-
-def _to_published(judged: Score) -> float:
-    """Return the time over that of the published layout, at the answer's own ZeRO stage where the row names none.
-
-    Llama 3's paper shards optimizer states and gradients, and does not free weights after forward (section 3.3.2): in words
-    stage 2, and in the planner's times stage 1. An answer with either is judged by what the paper does say.
-    """
-    run, layout = judged.case.run, judged.layout
-    if run.zero is None and layout.zero in (1, 2):
-        same = score(replace(judged.case.published, zero=layout.zero), judged.case)
-        if same.runs:
-            return judged.step / same.step
-    return judged.to_published
 
 
 def _fields(given: object, name: str) -> Layout | dict[str, int | str]:

@@ -14,7 +14,7 @@ from lablib.cli.memory import Reserve, settings_as_options
 from lablib.cli.plan import parameters_line
 
 if TYPE_CHECKING:
-    from lablib.calc.layouts.fit import Answer, Change, Setup
+    from lablib.calc.layouts.fit import Answer, Change, RunSpec
     from lablib.calc.memory import RunConfig
 
 ASSUMED = "Add --seq with the length that you train at."
@@ -47,7 +47,7 @@ def fit(
     from lablib.calc.units import parse_bytes
     from lablib.cli.memory import from_text, named_model
 
-    have = setup(
+    spec = setup(
         named_model(model),
         gpu=gpu,
         gpus=gpus,
@@ -58,40 +58,40 @@ def fit(
         intra=intra,
         **from_text(given),
     )
-    changes = cheapest_change(have)
-    best = have if have.within_budget else changes[0].at if changes else None
+    changes = cheapest_change(spec)
+    best = spec if spec.within_budget else changes[0].at if changes else None
     answers = [] if best is None else [largest_micro_batch(best), longest_sequence(best)]
-    fewest = [fewest_gpus(have)]
+    fewest = [fewest_gpus(spec)]
     if "recompute" not in given:
-        fewest.append(fewest_gpus(have.having(recompute="full")))
+        fewest.append(fewest_gpus(spec.replace(recompute="full")))
     if as_json:
-        typer.echo(json_text(fit_dict(have, changes, answers, fewest)))
+        typer.echo(json_text(fit_dict(spec, changes, answers, fewest)))
     else:
         how = {"model": model, "assumed_seq": "seq" not in given, "show_all": show_all}
-        typer.echo(fit_text(have, changes, answers, fewest, **how))
+        typer.echo(fit_text(spec, changes, answers, fewest, **how))
 
 
-def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
+def fit_dict(spec: RunSpec, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
-    from lablib.calc.layouts.fit import counted, like_of, links_of, unproven
+    from lablib.calc.layouts.fit import unproven
     from lablib.calc.params import count_params
 
-    run, params = have.run, count_params(have.run.model)
+    run, params = spec.run, count_params(spec.run.model)
     return {
-        "model": have.run.model.name,
-        **have.verdict.as_dict(),
+        "model": spec.run.model.name,
+        **spec.verdict.as_dict(),
         "parameters": params.total,
         "active_parameters": params.active,
         "not_modelled": _limits(run),
-        "gpus": have.gpus,
-        "seq": have.run.seq,
-        "seq_given": "seq" in have.given,
-        "budget": have.budget,
-        "counted": counted(have),
-        "links": links_of(have)[1] if have.gpus > 1 else {},
-        "memory": have.memory,
-        "left": have.budget - have.memory,
-        "unproven": list(unproven(have.run)),
+        "gpus": spec.gpus,
+        "seq": spec.run.seq,
+        "seq_given": "seq" in spec.given,
+        "budget": spec.budget,
+        "counted": spec.counted,
+        "links": spec.links()[1] if spec.gpus > 1 else {},
+        "memory": spec.memory,
+        "left": spec.budget - spec.memory,
+        "unproven": list(unproven(spec.run)),
         "changes": [
             {
                 "kind": one.kind,
@@ -99,7 +99,7 @@ def fit_dict(have: Setup, changes: list[Change], answers: list[Answer], fewest: 
                 "memory": one.memory,
                 "budget": one.budget,
                 "step_seconds": one.seconds,
-                "step_error": None if one.seconds is None else like_of(one.at).as_dict(),
+                "step_error": None if one.seconds is None else one.at.likeness().as_dict(),
                 "unproven": list(one.unproven),
                 "traded": [one.trade],
             }
@@ -120,7 +120,7 @@ def _limits(run: RunConfig) -> list[str]:
     return expert_limits(run.model, ep=run.ep, out_of=ranks, tp=split, imbalance=run.imbalance)
 
 
-def _layout(at: Setup | None) -> dict[str, object] | None:
+def _layout(at: RunSpec | None) -> dict[str, object] | None:
     names = ("tp", "sequence_parallel", "cp", "pp", "dp", "zero", "recompute")
     return {name: getattr(at.run, name) for name in names} if at else None
 
@@ -131,7 +131,7 @@ def _answer(answer: Answer) -> dict[str, object]:
 
 
 def fit_text(
-    have: Setup,
+    spec: RunSpec,
     changes: list[Change],
     answers: list[Answer],
     fewest: list[Answer],
@@ -142,10 +142,10 @@ def fit_text(
 ) -> str:
     """Return the answers as text that fits 80 columns."""
     from lablib.calc.errors import plural
-    from lablib.calc.layouts.fit import MEANING, counted, links_of, size, unproven
+    from lablib.calc.layouts.fit import MEANING, size, unproven
 
-    run, card = have.run, have.gpu
-    cards = f"{have.gpus:,} {card.name}" if have.gpus > 1 else f"one {card.name}"
+    run, card = spec.run, spec.gpu
+    cards = f"{spec.gpus:,} {card.name}" if spec.gpus > 1 else f"one {card.name}"
     lines = [
         *_wrap(
             f"{run.model.name} on {cards}: {run.recipe.name}, {plural(run.seq, 'token')} a sequence"
@@ -157,19 +157,19 @@ def fit_text(
         *parameters_line(run.model),
         *[line for limit in _limits(run) for line in _wrap(limit)],
         *_wrap(
-            f"Budget of a GPU: {size(have.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(have.reserve)} "
-            f"kept free. Compared with it: {counted(have)}."
+            f"Budget of a GPU: {size(spec.budget)}, its {card.usable_bytes / 2**30:.2f} GiB less {size(spec.reserve)} "
+            f"kept free. Compared with it: {spec.counted}."
         ),
-        *(_wrap(links_of(have)[0] + ".") if have.gpus > 1 else []),
+        *(_wrap(spec.links()[0] + ".") if spec.gpus > 1 else []),
         "",
     ]
-    if have.within_budget:
-        room = f"It fits: a GPU needs {size(have.memory)}, {size(have.budget - have.memory)} are left."
+    if spec.within_budget:
+        room = f"It fits: a GPU needs {size(spec.memory)}, {size(spec.budget - spec.memory)} are left."
         lines += _wrap(room + _mark(unproven(run)))
     else:
-        word = "is tight" if have.verdict.room >= 0 else "does not fit"
+        word = "is tight" if spec.verdict.room >= 0 else "does not fit"
         lines += _wrap(
-            f"It {word}: a GPU needs {size(have.memory)}, {have.memory / have.budget:.3g} times its budget. "
+            f"It {word}: a GPU needs {size(spec.memory)}, {spec.memory / spec.budget:.3g} times its budget. "
             + (_follow(changes) if changes else "No change that was tried makes it fit on these GPUs.")
         )
         lines += _changes(changes, show_all)
@@ -182,7 +182,7 @@ def fit_text(
         lines += ["", *_wrap(_headline(one) + mark), *_item(one.trade)]
     if any("(unproven:" in line for line in lines):
         lines += ["", *_wrap(MEANING[0].upper() + MEANING[1:])]
-    best = have if have.within_budget else changes[0].at if changes else None
+    best = spec if spec.within_budget else changes[0].at if changes else None
     if best is not None:
         words = textwrap.wrap(command(best, model), WIDTH - 4, break_on_hyphens=False, break_long_words=False)
         lines += ["", "Term by term:", *" \\\n  ".join(["  " + words[0], *words[1:]]).split("\n")]
@@ -196,8 +196,6 @@ def _follow(changes: list[Change]) -> str:
 
 
 def _changes(changes: list[Change], show_all: bool) -> list[str]:
-    from lablib.calc.layouts.fit import like_of
-
     lines, shown, hidden = [], Counter(), 0
     for one in changes:
         shown[one.kind] += 1
@@ -207,7 +205,7 @@ def _changes(changes: list[Change], show_all: bool) -> list[str]:
         took = "" if one.seconds is None else f", {_seconds(one.seconds)} a step"
         lines += ["", *_wrap(f"{one.kind}: {one}{took}{_mark(one.unproven)}")]
         lines += _item(one.trade)
-        lines += _item(f"error of that time: {like_of(one.at).sentence}") if took else []
+        lines += _item(f"error of that time: {one.at.likeness().sentence}") if took else []
     return lines + (["", "--all prints the other changes."] if hidden else [])
 
 
@@ -242,13 +240,13 @@ def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def command(have: Setup, model: str) -> str:
+def command(spec: RunSpec, model: str) -> str:
     """Return the `rung memory` that prints a setup term by term."""
     from lablib.calc.memory import SETTINGS
 
     words = ["rung", "memory", shlex.quote(f"./{model}" if model.startswith("-") else model)]
     for name, setting in SETTINGS.items():
-        value = getattr(have.run, name)
+        value = getattr(spec.run, name)
         value = getattr(value, "name", value)  # recipes and optimizers have names
         if value == setting.default:
             continue
@@ -257,5 +255,5 @@ def command(have: Setup, model: str) -> str:
             words.append(flag)
         else:
             words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    words += ["--at", "peak"] + (["--step", have.step] if have.step != "foreach" else [])
+    words += ["--at", "peak"] + (["--step", spec.step] if spec.step != "foreach" else [])
     return " ".join(words)

@@ -135,9 +135,6 @@ def algorithm_rounds(algorithm: str, numel: int, ranks: int) -> list[Round]:
     """Return the messages of every round; the root of trees is rank 0, and empty messages are left out.
 
     In an all-to-all `start` and `stop` are those of the sender's input.
-
-    Args:
-        algorithm: One of `ALGORITHMS`.
     """
     if algorithm not in _ROUNDS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -207,7 +204,6 @@ def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: 
     power of two; recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
 
     Args:
-        algorithm: One of `ALGORITHMS`.
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
         root: Where a broadcast starts and a reduction ends.
     """

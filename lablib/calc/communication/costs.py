@@ -1,9 +1,8 @@
-"""Bytes and seconds of ring collectives, and speedup and efficiency on more ranks.
+"""Bytes and seconds of ring collectives, and speedup and efficiency on more ranks. Chapter 10.
 
-Two numbers describe a link: latency α, paid once per message, and bandwidth W, in bytes per second and per direction.
-A message of s bytes takes α + s/W. In a ring of n ranks all send at the same time, so a collective takes its number of
-steps times one message of S/n bytes. S is the whole array: what a rank holds before a reduce-scatter, and after an
-all-gather. Read `ring_all_reduce_time` first; then speedup and efficiency, stragglers, and the ring step by step.
+`size` is S, the bytes of the whole array: what a rank holds before a reduce-scatter, and after an all-gather. `bandwidth`
+is W, what a rank sends in bytes per second and per direction, `latency` α, seconds per message, and `flops` F, the FLOP/s
+that a rank reaches. A message of s bytes takes α + s/W. Read `ring_all_reduce_time` first.
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from typing import Literal
 
 
 def check_link(ranks: int, **numbers: float) -> None:
-    """Check the numbers of a link and a job.
-
-    Args:
-        ranks: Number of ranks, at least 1.
-        **numbers: Each must not be negative; `bandwidth`, `flops` and `seconds` must be above 0.
-    """
+    """Raise a ValueError for fewer than one rank or a negative number; bandwidth, flops and seconds must be above 0."""
     if ranks < 1 or ranks != int(ranks):
         raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
     for name, value in numbers.items():
@@ -42,116 +36,66 @@ _FACTOR = {
 
 
 def ring_reduce_scatter_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring reduce-scatter, (n-1)/n · S.
-
-    Args:
-        size: S, the bytes each rank starts with.
-    """
+    """Return the bytes that each rank sends in a ring reduce-scatter, (n-1)/n · S."""
     check_link(ranks, size=size)
     return size * _FACTOR["reduce_scatter"](ranks)
 
 
 def ring_all_gather_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring all-gather, (n-1)/n · S.
-
-    Args:
-        size: S, the bytes each rank ends with.
-    """
+    """Return the bytes that each rank sends in a ring all-gather, (n-1)/n · S."""
     check_link(ranks, size=size)
     return size * _FACTOR["all_gather"](ranks)
 
 
 def ring_all_reduce_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S: it also receives as many.
+    """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S.
 
-    A reduce-scatter, then an all-gather. No algorithm that sends whole bytes can do with less
-    (Patarasuk and Yuan 2009, theorem 1).
-
-    Args:
-        size: S, the bytes of the array on each rank.
+    No algorithm that sends whole bytes can do with less (Patarasuk and Yuan 2009, theorem 1).
     """
     return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
 
 
 def in_switch_all_reduce_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-reduce whose sums a switch makes, (1 + 1/n) · S.
-
-    Rank i asks the switch for the sum of chunk i, for which all ranks send theirs: S in all. Then it sends its sum
-    once, and the switch hands it to all: S/n more. A rank receives as many (NVLS, NVIDIA/nccl#1083).
-
-    Args:
-        size: S, the bytes of the array on each rank.
-    """
+    """Return the bytes that each rank sends in an all-reduce whose sums a switch makes, (1 + 1/n) · S (NVLS, NVIDIA/nccl#1083)."""
     check_link(ranks, size=size)
     return size * (1 + 1 / ranks) if ranks > 1 else 0.0
 
 
 def dispatch_nodes(nodes: int, experts: int) -> float:
-    """Return how many nodes other than its own a token meets on average, (m-1)(1 - (1 - 1/m)^k).
+    """Return how many of m nodes other than its own a token with k experts meets on average, (m-1)(1 - (1 - 1/m)^k).
 
-    Each of its k experts lies on any of m nodes with the same chance, independently of the others.
-
-    Args:
-        nodes: m.
-        experts: k, that each token is sent to.
+    Each expert lies on any node with the same chance, independently of the others.
     """
     check_link(nodes, experts=experts)
     return (nodes - 1) * (1 - (1 - 1 / nodes) ** experts)
 
 
 def ring_reduce_scatter_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
-    """Return the seconds of a ring reduce-scatter, (n-1)α + (n-1)/n · S/W; adding the numbers up is free.
-
-    Args:
-        size: S, the bytes each rank starts with.
-    """
+    """Return the seconds of a ring reduce-scatter, (n-1)α + (n-1)/n · S/W; adding the numbers up is free."""
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_reduce_scatter_bytes(size, ranks) / bandwidth
 
 
 def ring_all_gather_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
-    """Return the seconds of a ring all-gather, (n-1)α + (n-1)/n · S/W.
-
-    Args:
-        size: S, the bytes each rank ends with.
-    """
+    """Return the seconds of a ring all-gather, (n-1)α + (n-1)/n · S/W."""
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
     return (ranks - 1) * latency + ring_all_gather_bytes(size, ranks) / bandwidth
 
 
 def ring_all_reduce_time(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
-    """Return the seconds of a ring all-reduce, 2(n-1)α + 2(n-1)/n · S/W.
-
-    The bandwidth term hardly depends on n; the latency term grows with it.
-
-    Args:
-        size: S, the bytes of the array on each rank.
-        bandwidth: W, what one rank sends in bytes per second, per direction.
-        latency: α, seconds per message.
-    """
+    """Return the seconds of a ring all-reduce, 2(n-1)α + 2(n-1)/n · S/W."""
     link = {"bandwidth": bandwidth, "latency": latency}
     return ring_reduce_scatter_time(size, ranks, **link) + ring_all_gather_time(size, ranks, **link)
 
 
 def algorithm_bandwidth(size: float, seconds: float) -> float:
-    """Return algbw in bytes per second, S/t: how fast the caller sees the array done.
-
-    Args:
-        size: S, the bytes of the whole array.
-    """
+    """Return algbw in bytes per second, S/t: how fast the caller sees the array done."""
     check_link(1, size=size, seconds=seconds)
     return size / seconds
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
-    """Return busbw in bytes per second: what each rank sent, over the time; comparable with the link.
-
-    busbw = algbw times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, all_to_all, gather and
-    scatter, and 1 for broadcast, reduce and send_recv (nccl-tests, doc/PERFORMANCE.md and src).
-
-    Args:
-        size: S, the bytes of the whole array.
-    """
+    """Return busbw in bytes per second: what each rank sent over the time, to compare with the link (nccl-tests, PERFORMANCE.md)."""
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
     check_link(ranks)
@@ -159,15 +103,9 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
 
 
 def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
-    """Return the bytes that each rank sends in a step of data parallelism, with 2-byte weights and gradients.
+    """Return the bytes that each rank sends in a step of data parallelism, where weights and gradients have S bytes each.
 
-    Stages 0 (DDP), 1 and 2: one reduce-scatter and one all-gather, 2(n-1)/n · S. Stage 3 (ZeRO-3, FSDP full
-    shard): weights gathered in forward and in backward, gradients scattered, 3(n-1)/n · S.
-    Source: ZeRO (1910.02054), section 7.2; FSDP (2304.11277), section 3.2.
-
-    Args:
-        size: S, the bytes of all weights, and of all gradients.
-        stage: What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+    Stages 0 to 2: 2(n-1)/n · S. Stage 3 gathers weights twice: 3(n-1)/n · S. ZeRO (1910.02054), section 7.2.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} is unknown; use 0, 1, 2 or 3")
@@ -176,13 +114,11 @@ def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
 
 
 def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
-    """Return the bytes that each rank sends out of its node when the weights are sharded within it only.
+    """Return the bytes that each rank sends out of its node when the weights are sharded within it only, 2(n-G)/(nG) · S.
 
-    Gathering and scattering stay in the node; what leaves is the all-reduce of one shard of S/G bytes over
-    the n/G nodes: 2(n-G)/(nG) · S. The FSDP paper, section 3.2.2, rounds it to 2(n-1)/(nG) · S.
+    The FSDP paper (2304.11277), section 3.2.2, rounds it to 2(n-1)/(nG) · S.
 
     Args:
-        size: S, the bytes of all gradients.
         ranks: n, a multiple of `shard`.
         shard: G, the ranks of one node, over which weights are sharded.
     """
@@ -195,14 +131,8 @@ def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
 def hiding_tokens(ranks: int, *, flops: float, bandwidth: float, bytes_per_gradient: float = 2) -> float:
     """Return the tokens per rank at which backward can just hide the all-reduce, g/2 · (n-1)/n · F/W.
 
-    Backward takes 4ψ FLOPs per token, the all-reduce sends 2(n-1)/n · gψ bytes, and the model size ψ cancels.
-    Over t tokens per rank, T_comm/T_backward = hiding_tokens/t. It is appendix A3 of the Ultra-Scale Playbook
-    with the bytes of a gradient written out; there W counts elements per second.
-
-    Args:
-        flops: F, what one rank reaches, in FLOP/s.
-        bandwidth: W, what one rank sends in bytes per second, per direction.
-        bytes_per_gradient: g, 2 for bf16, 4 for fp32.
+    Backward takes 4ψ FLOPs per token, and the size ψ cancels: the Ultra-Scale Playbook's appendix A3, with the bytes g of a
+    gradient written out.
     """
     check_link(ranks, flops=flops, bandwidth=bandwidth, bytes_per_gradient=bytes_per_gradient)
     return bytes_per_gradient / 2 * (ranks - 1) / ranks * flops / bandwidth
@@ -212,14 +142,9 @@ Scaling = Literal["strong", "weak"]
 
 
 def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Scaling) -> float:
-    """Return throughput on n ranks over throughput on one, from two step times.
+    """Return throughput on n ranks over throughput on one, from two step times: T_1/T_n, or n · T_1/T_n for weak scaling.
 
-    Strong scaling keeps the global batch, so a step does the same work: T_1/T_n. Weak scaling keeps the
-    batch per rank, so a step does n times the work: n · T_1/T_n.
-
-    Args:
-        seconds_one: T_1, a step on one rank.
-        seconds_many: T_n, a step on n ranks.
+    Strong scaling keeps the global batch, weak scaling the batch per rank.
     """
     check_link(ranks)
     for name, value in (("seconds_one", seconds_one), ("seconds_many", seconds_many)):
@@ -231,12 +156,7 @@ def speedup(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Sca
 
 
 def efficiency(seconds_one: float, seconds_many: float, ranks: int, *, scaling: Scaling) -> float:
-    """Return the speedup over n: 1.0 is perfect. A speedup of 1.6 on 2 ranks is an efficiency of 0.8.
-
-    Args:
-        seconds_one: T_1, a step on one rank.
-        seconds_many: T_n, a step on n ranks.
-    """
+    """Return the speedup over n: 1.0 is perfect. A speedup of 1.6 on 2 ranks is an efficiency of 0.8."""
     return speedup(seconds_one, seconds_many, ranks, scaling=scaling) / ranks
 
 
@@ -253,11 +173,7 @@ def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
 
 
 def chance_of_any(ranks: int, chance: float) -> float:
-    """Return the chance that at least one of n independent ranks is slow, 1 - (1 - p)^n.
-
-    Args:
-        chance: p, that a given one is slow; 0 to 1.
-    """
+    """Return the chance that at least one of n independent ranks is slow, 1 - (1 - p)^n."""
     check_link(ranks, chance=chance)
     if chance > 1:
         raise ValueError(f"chance={chance} must be from 0 to 1")
@@ -267,8 +183,7 @@ def chance_of_any(ranks: int, chance: float) -> float:
 def expected_slowest(ranks: int, *, base: float, jitter: float) -> float:
     """Return the mean time of the slowest of n ranks, T + j · (1 + 1/2 + ... + 1/n).
 
-    Every rank takes T and a delay of its own, independent of the others and exponentially distributed with mean j:
-    the largest of n such delays is j · H_n on average, and H_n grows like ln n.
+    Every rank takes T and a delay of its own, exponentially distributed with mean j.
     """
     check_link(ranks, base=base, jitter=jitter)
     return base + jitter * math.fsum(1 / k for k in range(1, ranks + 1))
@@ -301,9 +216,5 @@ def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
 
 
 def summation_orders(ranks: int) -> list[tuple[int, ...]]:
-    """Return, for every chunk, the order in which a ring adds the ranks' numbers.
-
-    Chunk c starts at rank c and goes round: every chunk is added in another order, and on any number of
-    ranks in another order again. That is why the bits of a sum depend on the number of ranks.
-    """
+    """Return, for every chunk, the order in which a ring adds the ranks' numbers; on another number of ranks it is another."""
     return list(ring_states(ranks)[-1][0])

@@ -1,17 +1,11 @@
-"""The time of every collective algorithm, lines fitted to measured times, and the tables of nccl-tests.
+"""The time of every collective algorithm, lines fitted to measured times, and the tables of nccl-tests. Chapter 10.
 
-A message of s bytes takes α + s/W; adding s bytes up takes γ·s. An algorithm on S bytes takes
+An algorithm on S bytes takes T = rounds · α + passes · S/W + sums · γ · S, with factors that depend on n alone
+(`cost_terms`): α seconds a message, W bytes per second and direction, γ seconds to add one byte to another.
 
-    T = rounds · α + passes · S/W + sums · γ · S
-
-with three numbers that depend on n alone (`cost_terms`): the rounds one waits for, how many times S bytes pass the
-busiest rank, and how many times S bytes are added one after the other.
-
-`fit_line` finds α and W by least squares of (t_fit/t - 1)²: sizes go from bytes to gigabytes, and otherwise the largest
-alone would decide. Protocols and caches change with the size, so `fit_pieces` fits a line to each range of sizes.
-
-nccl-tests prints algbw = S/t and busbw = algbw · factor of the collective, with S the whole array (for all_gather and
-reduce_scatter n times what one rank holds), GB of 1e9 bytes, and microseconds.
+`fit_line` finds α and W by least squares of (t_fit/t - 1)², since otherwise the largest sizes alone would decide;
+`fit_pieces` fits a line to each range of sizes, because protocols change with the size. nccl-tests' S is the whole array,
+its GB are 1e9 bytes and its times microseconds.
 """
 
 from __future__ import annotations
@@ -43,13 +37,7 @@ class Terms(NamedTuple):
         return Terms(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def seconds(self, size: float, *, bandwidth: float, latency: float = 0.0, gamma: float = 0.0) -> float:
-        """Return T = rounds · α + passes · S/W + sums · γ · S.
-
-        Args:
-            bandwidth: W in bytes per second, per direction.
-            latency: α in seconds.
-            gamma: γ in seconds per byte.
-        """
+        """Return T = rounds · α + passes · S/W + sums · γ · S."""
         return self.rounds * latency + size * (self.passes / bandwidth + self.sums * gamma)
 
 
@@ -86,11 +74,7 @@ _TERMS: dict[str, Callable[[int], Terms]] = {
 
 
 def cost_terms(algorithm: str, ranks: int) -> Terms:
-    """Return what multiplies α, S/W and γ·S.
-
-    Args:
-        algorithm: One of `ALGORITHMS`.
-    """
+    """Return what multiplies α, S/W and γ·S."""
     check_link(ranks)
     if algorithm not in _TERMS:
         raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
@@ -103,11 +87,7 @@ def collective_time(
     """Return the seconds of a collective.
 
     Args:
-        algorithm: One of `ALGORITHMS`.
         size: S, the bytes of the whole array: before a reduce-scatter, after an all-gather.
-        bandwidth: W, bytes per second, per direction.
-        latency: α, seconds per message.
-        gamma: γ, seconds to add one byte to another; 0 neglects it.
     """
     check_link(ranks, size=size, bandwidth=bandwidth, latency=latency, gamma=gamma)
     return cost_terms(algorithm, ranks).seconds(size, bandwidth=bandwidth, latency=latency, gamma=gamma)
@@ -130,9 +110,6 @@ def crossover(
 
     Both times are straight lines in S, so they cross at most once: S* = α · Δrounds / (Δpasses/W + Δsums · γ).
 
-    Args:
-        long: The one with fewer bytes.
-
     Returns:
         S*; 0 if `long` is never slower; None if it never becomes faster.
     """
@@ -148,11 +125,7 @@ def crossover(
 def fastest_algorithm(
     size: float, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0, operation: str = "all_reduce"
 ) -> str:
-    """Return the algorithm that takes the shortest time for this size; of equals the first in the table.
-
-    Args:
-        operation: What the algorithms' names end with.
-    """
+    """Return the algorithm that takes the shortest time for this size; of equals the first in the table."""
     names = [name for name in ALGORITHMS if name.endswith(operation)]
     if not names:
         raise ValueError(f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}")
@@ -356,9 +329,5 @@ def parse_nccl_tests(text: str) -> list[Run]:
 
 
 def recomputed_bandwidths(run: Run, collective: str, ranks: int) -> tuple[float, float]:
-    """Return algbw and busbw of a line, computed from its size and time.
-
-    Args:
-        collective: A value of `PROGRAMS`.
-    """
+    """Return algbw and busbw of a line, computed from its size and time."""
     return (algorithm_bandwidth(run.size, run.seconds), bus_bandwidth(collective, run.size, ranks, run.seconds))

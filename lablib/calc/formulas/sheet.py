@@ -320,7 +320,7 @@ FORMULAS = (
         lambda config, layout, s, psi, t, p, d, c, B: _axis(config, layout, s, B, "dp"), "{GB16:,.2f} GB"),
     Formula("eq-07-step", "Time of a step",
         "T: one micro-batch on one pipeline rank; others: all ranks but the slowest; rest: exposed dp, optimizer, waiting",
-        lambda load, layout, B: sum(step_time(load.job(layout), load.rates()).values()), "{:.2f} s for {B} sequences"),
+        lambda load, layout, B: sum(step_time(load.step_work(layout), load.rates()).values()), "{:.2f} s for {B} sequences"),
     Formula("eq-07-enough", "Micro-batches for a bubble of x",
         "x: bubble over ideal time; p: pipeline ranks; v: stages on each; interleaved, m is a multiple of p",
         lambda p, x, v: enough_microbatches(p, most=x, v=v), "{} micro-batches for x = {x:.3f}"),

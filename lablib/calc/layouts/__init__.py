@@ -1,7 +1,6 @@
 """How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
 
-    meshes      ranks as a grid of dp, tp, pp, cp and ep, and its groups
-    axes        bytes that a rank sends over each axis
+    meshes      ranks as a grid of dp, tp, pp, cp and ep, its groups, and bytes that they send
     choice      which axis to use when
     rules       the rules that guides print, as functions, and published layouts judged by them
     challenge   the clusters of the exercise, and the score of a plan
@@ -10,18 +9,15 @@
     planner     all layouts of a model on a cluster, by predicted step time    `rung plan`
     fit         largest micro-batch, longest sequence, fewest GPUs             `rung fit`
     export      the planner's answer as files of other frameworks
-    frameworks  whose job a plan counts that is exported to one of them
 
 Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
-from lablib.calc.layouts.axes import axis_bytes
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
-from lablib.calc.layouts.export import export_job, export_layout
-from lablib.calc.layouts.frameworks import COUNTED, counting_for
+from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
-from lablib.calc.layouts.meshes import AXES, Mesh, group_line, mesh, mesh_text
+from lablib.calc.layouts.meshes import AXES, Mesh, axis_bytes, group_line, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
 from lablib.calc.layouts.rules import (
     audited_rows,

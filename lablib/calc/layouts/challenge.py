@@ -33,6 +33,7 @@ from lablib.calc.layouts.planner import (
     step_time,
     workload_of_run,
 )
+from lablib.calc.memory import RESERVE
 
 #: Idle over busy time that a sentence is worth.
 LARGE_BUBBLE = 0.15
@@ -44,12 +45,7 @@ CP_WAY = "ring"
 
 @dataclass(frozen=True)
 class Case:
-    """A real cluster and what was trained on it.
-
-    Attributes:
-        name: Key of `CASES`.
-        text: The task in one sentence.
-    """
+    """A real cluster and what was trained on it."""
 
     name: str
     run: Run
@@ -70,7 +66,7 @@ class Score:
         verdict: "cannot be", "does not fit" or "runs".
         memory: Bytes of weights, gradients, optimizer, activations and buffers of a rank at its peak; empty if it
             cannot be.
-        capacity: Bytes of a device. The planner's best leaves a reserve of it; a published layout ran, and may not.
+        capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve, as in the plan of the case.
         term: The largest of them if it does not fit, else "".
         seconds: Predicted seconds of a step by part; empty if it cannot be.
         to_published: Step time over that of the published layout; None unless it runs.
@@ -111,16 +107,12 @@ class Score:
 def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     """Judge a layout for a real cluster.
 
-    Args:
-        layout: A `Layout`, or its fields.
-        case: A case or its name in `CASES`.
-
     Raises:
         ValueError: If the case is unknown. A layout that cannot be is no error: its score says so.
     """
     one = case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
     run, load = one.run, replace(workload_of_run(one.run), cp_way=CP_WAY)
-    capacity = load.cluster.gpu.usable_bytes
+    capacity = load.cluster.gpu.usable_bytes - RESERVE
     empty = ({}, capacity, "", {}, None, None)
     try:
         given = layout if isinstance(layout, Layout) else _layout(layout)
@@ -128,11 +120,11 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
             given, run.model, gpus=run.gpus, seq=run.seq, global_batch=run.global_batch,
             sequence_parallel=run.sequence_parallel, cp_way=CP_WAY,
         )  # fmt: skip
-        peak = layout_peak(load, given, counting_of_run(run, given.zero))
+        peak = layout_peak(load, given, counting_of_run(run, max(given.zero, run.zero or 0)))
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
-    seconds = step_time(load.job(given), load.rates())
+    seconds = step_time(load.step_work(given), load.rates())
     memory, total = peak.memory, peak.total
     if total > capacity:
         term = max(memory, key=memory.get)

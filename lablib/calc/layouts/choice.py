@@ -4,19 +4,8 @@
     choice.strategy             # "sharded data parallelism"
     print(*choice.reasons, sep=" ")
 
-The questions, simplest answer first:
-
-1. Do replicas fit? All states of the model and the activations of one sequence on every GPU.
-2. Do they fit with their states sharded over all GPUs (ZeRO, FSDP)?
-3. With layers split inside a node (tp) as well?
-4. With stages across nodes (pp) as well?
-5. With sequences split (cp) as well?
-
-The first family that fits is not always taken: it must also be fast. One that the planner holds to be within
-`patience` of the best of all is taken, for being simpler: less than the planner's own error.
-
-Guides ask question 2 last or not at all, and ask in question 1 whether the weights fit. That is where their tables
-go wrong; see `audited_rows`.
+Each of `FAMILIES` is asked in turn, the simplest first. The first that fits and is within `patience` of the best of all,
+which is less than the planner's own error, is taken.
 """
 
 from __future__ import annotations
@@ -56,11 +45,9 @@ class Reason:
     """One question of the framework, answered.
 
     Attributes:
-        fits: Whether any layout of it fits.
         layout: The fastest that fits, or the one that needs least; None if no layout of it can be.
         memory: Bytes of a rank of that layout; 0 without one.
         step: Predicted seconds of its step; None if it does not fit.
-        text: The answer as a sentence.
     """
 
     family: str
@@ -77,13 +64,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommendation of the framework.
-
-    Attributes:
-        candidate: The layout, its memory and its predicted step.
-        reasons: The questions up to the answer, in order, then what it gives away.
-        plan: All that the planner found.
-    """
+    """The recommendation of the framework."""
 
     strategy: str
     candidate: Candidate
@@ -119,9 +100,7 @@ def choose(
     """Return the simplest family of layouts that fits and is about as fast as any, with the reasons.
 
     Args:
-        seq: Tokens in a sequence; None means the model's longest.
         patience: How much slower than the best of all it may be, as a share.
-        **settings: Other arguments of `plan`: nic, intra, gpus_per_node, recipe_, reserve.
     """
     if patience < 0:
         raise ValueError(f"patience={patience} must not be negative")

@@ -1,21 +1,13 @@
 """Training across data centres: what synchronous data parallelism sends, and what local steps save.
 
-DDP sends every gradient in every step. Local SGD (Stich 2018) lets each replica take H steps of its own and then
-averages the weights. DiLoCo (Douillard et al. 2023) does the same with two optimizers: AdamW inside, and outside a step
-of Nesterov momentum along the averaged change of the weights, which is the message:
+Local SGD (Stich 2018, arXiv 1805.09767) averages the weights of k replicas after H steps of their own; DiLoCo (Douillard
+et al. 2023, arXiv 2311.08105) takes an outer step of Nesterov momentum along their averaged change. A message has g bytes
+of a gradient or w of a change for each of ψ parameters:
 
     DDP              2 (k-1)/k · g ψ       bytes sent by a replica, in every step
     local, DiLoCo    2 (k-1)/k · w ψ       once in H steps, so 1/H of it a step
 
-k replicas, ψ parameters, g and w bytes of a gradient and of a change of a weight. Two replicas of 10 numbers with
-H = 5: DDP sends 10 numbers a step, 50 in five steps; DiLoCo 10 in five.
-
-The count is exact. Whether a run with large H reaches the same loss is another matter: Stich proves, for convex
-problems, that H may grow with the square root of the number of steps; DiLoCo reports, on C4 with 8 workers, results as
-good as synchronous training with 500 times less communication. That factor counts exchanges. Between bf16 gradients
-and fp32 changes of the weights the bytes fall by half of H.
-
-Papers: Stich 2018 (arXiv 1805.09767), abstract; Douillard et al. 2023 (arXiv 2311.08105), abstract.
+The count is exact; whether a run with large H reaches the same loss is another matter.
 """
 
 from __future__ import annotations
@@ -42,7 +34,6 @@ class Exchange:
     """The traffic of one replica over the link between data centres, and its cost.
 
     Attributes:
-        method: "ddp", "local-sgd" or "diloco".
         inner_steps: H, steps between exchanges; 1 for DDP.
         message: Bytes of one exchange sent by one replica.
         tokens: Tokens of all replicas between two exchanges.
@@ -89,13 +80,10 @@ def exchange_cost(
     """Return what a method sends between data centres, with one replica of any inner layout in each.
 
     Args:
-        method: "ddp", "local-sgd" or "diloco".
         tokens_per_step: Tokens that one replica reads in one step.
         step_seconds: Seconds that a replica computes for one step.
         bandwidth: Bytes per second that a data centre sends, per direction.
-        inner_steps: H; 1 for DDP.
         latency: Seconds of a message; some 0.05 between continents.
-        wire_bytes: Bytes of one number on the wire; None for `WIRE_BYTES`.
     """
     one_of("method", method, METHODS)
     for name, value in (("replicas", replicas), ("tokens_per_step", tokens_per_step), ("inner_steps", inner_steps)):
@@ -136,8 +124,6 @@ def needed_inner_steps(
     Args:
         step_seconds: t, seconds that a replica computes for one step.
         bandwidth: Bytes per second that a data centre sends, per direction.
-        most_share: s, between 0 and 1.
-        method: "local-sgd" or "diloco".
     """
     if not 0 < most_share < 1:
         raise ValueError(f"most_share={most_share} must be between 0 and 1")

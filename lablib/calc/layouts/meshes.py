@@ -1,23 +1,13 @@
-"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and the mesh as text.
+"""Ranks as points of a mesh: coordinates, process groups, which groups leave a node, and what they send. Chapter 07.
 
-Eight ranks, tp=2, dp=2, pp=2, with tp fastest:
+A rank is the sum of its coordinates times the strides, and the stride of an axis is the product of the sizes before it:
+rank = c_1 + n_1 (c_2 + n_2 (c_3 + ...)). Ranks of a node are neighbours, so the fastest axes stay inside nodes: by default
+tp, cp, ep, dp, pp, Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two); Llama 3 has tp, cp, pp, dp
+(arXiv 2407.21783, section 3.3.2).
 
-    rank  0  1  2  3  4  5  6  7
-    tp    0  1  0  1  0  1  0  1          tp groups  01 23 45 67
-    dp    0  0  1  1  0  0  1  1          dp groups  02 13 46 57
-    pp    0  0  0  0  1  1  1  1          pp groups  04 15 26 37
-
-The order says which axis changes fastest from rank to rank. A rank is the sum of its coordinates times the strides,
-and the stride of an axis is the product of the sizes before it:
-
-    rank = c_1 + n_1 (c_2 + n_2 (c_3 + ...))
-
-Ranks of a node are neighbours, so the fastest axes stay inside nodes. Axes that talk most go first: tp, cp, ep, dp, pp,
-Megatron-LM's order (`--use-tp-pp-dp-mapping` swaps the last two). Llama 3 uses tp, cp, pp, dp (arXiv 2407.21783, 3.3.2).
-
-Experts are sharded over ep ranks *out of* the dp replicas: tp x cp x dp x pp are all ranks, and ep divides dp. On the grid
-dp is then two axes, ep and edp = dp / ep. Gradients of what is no routed expert are summed over `groups("dp", "cp")`,
-those of a routed expert over `groups("edp", "cp")`, the ranks that hold the same expert; all are divided by dp cp.
+Experts are sharded over ep ranks *out of* the dp replicas, and dp is then two axes of the grid, ep and edp = dp / ep.
+Gradients of what is no routed expert are summed over `groups("dp", "cp")`, those of a routed expert over
+`groups("edp", "cp")`; all are divided by dp cp.
 """
 
 from __future__ import annotations
@@ -26,7 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
 from lablib.calc.errors import check_whole, one_of
+from lablib.calc.layouts.planner import Layout
+from lablib.calc.memory import resolve_model
+from lablib.calc.models import ModelConfig
+from lablib.calc.params import count_params
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -212,3 +207,32 @@ def label(mesh: Mesh, rank: int) -> str:
 
 def _axes(mesh: Mesh) -> list[str]:
     return [axis for axis in mesh.order if mesh.size(axis) > 1] or [mesh.order[0]]
+
+
+def axis_bytes(
+    model: ModelConfig | str, layout: Layout, *, seq: int, global_batch: int, value: int = 2
+) -> dict[str, float]:
+    """Return the bytes that a rank of a middle stage sends over tp, cp, pp and dp in a step.
+
+    Keys and values are all-gathered; a stage sends its output on and a gradient back, each rank its part in tp.
+    Gradients are all-reduced, or scattered and gathered under ZeRO-1, over dp and cp together; ψ/(tp · pp) of them.
+
+    Args:
+        layout: tp, cp, pp, dp, micro_batch and virtual_stages are used; ep must be 1.
+        value: Bytes of a number on the wire.
+    """
+    if layout.ep > 1:
+        raise ValueError(f"ep={layout.ep}: experts' tokens are counted by dispatch_bytes, a layer at a time")
+    config = resolve_model(model)
+    t, c, p, d = layout.shape
+    m = layout.num_microbatches(global_batch)
+    tokens = layout.micro_batch * seq * value
+    layers = config.num_layers / p * m
+    keys = 2 * tokens * config.kv_width / t
+    held = count_params(config).total * value / (t * p)
+    return {
+        "tp": 4 * layers * ring_all_reduce_bytes(tokens * config.hidden / c, t),
+        "cp": 2 * layers * ring_all_gather_bytes(keys, c),
+        "pp": 2 * m * layout.virtual_stages * tokens * config.hidden / (c * t) if p > 1 else 0.0,
+        "dp": ring_all_reduce_bytes(held, d * c),
+    }

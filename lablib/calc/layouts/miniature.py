@@ -3,17 +3,9 @@
     job = Miniature(config=tiny, dp=2, tp=2, pp=2, micro_batches=4)
     predicted_traffic(job, rank=0, version="toys")["tp"].sent      # bytes that rank 0 sends to its tp group in a step
 
-Each axis sends its own kind of thing. With X = the stream of one micro-batch, b·s·h values:
-
-    tp    X all-reduced, 4 times a layer and micro-batch, and at the two ends of the model
-    pp    X sent to the next stage and its gradient back, once a micro-batch
-    dp    the gradients of what this rank holds, once a step: its stage and its slice, not the model
-
-The toys and PyTorch do the same arithmetic with other messages. PyTorch's tensor parallelism reduces the gradients
-that come back through q, k, v (and gate, up) one by one, where the toy adds them first; and it gathers the logits,
-where the toy computes the loss from the split ones.
-
-`lablib.launch.layouts.composition` runs a miniature and counts.
+The toys and PyTorch do the same arithmetic with other messages: PyTorch's tensor parallelism reduces the gradients that
+come back through q, k, v (and gate, up) one by one, and gathers the logits. `lablib.launch.layouts.composition` runs a
+miniature and counts.
 """
 
 from __future__ import annotations
@@ -139,11 +131,7 @@ class AxisTraffic:
 
 
 def predicted_traffic(job: Miniature, rank: int, version: str = "toys") -> dict[str, AxisTraffic]:
-    """Return what a rank sends along every axis of more than one rank, in one optimizer step.
-
-    Args:
-        version: "toys" or "torch".
-    """
+    """Return what a rank sends along every axis of more than one rank, in one optimizer step."""
     one_of("version", version, VERSIONS)
     stage = job.mesh.coordinates(rank)["pp"]
     of = {"tp": _tensor, "pp": _pipeline, "dp": _data}

@@ -1,20 +1,10 @@
 """Rules of thumb that guides print, as functions: where each comes from, where it fails, and their tables corrected.
 
-| rule | comes from | fails where |
-|---|---|---|
-| at least 4 micro-batches a stage | bubble (p-1)/m is then below 1/4 | chunks divide the bubble by v; the batch has not so many |
-| tp inside the node | its collectives wait, in every layer | a node of one GPU; a node of 72; layers so wide that they pay |
-| dp outermost | its messages leave once a step and hide | stages send less and wait less on a slow link |
+Each function returns rows to print, computed from `calc.schedules`, the planner and `mesh`. `audited_rows` judges the
+tables of layouts by the training states, 16 bytes a parameter, where guides ask whether the weights fit.
 
-Each function returns rows to print, computed from `calc.schedules`, the planner and `mesh`. Read `microbatch_rule` first.
-
-`audited_rows` judges the tables of layouts. Guides ask whether the weights fit. What must fit are the training states,
-16 bytes a parameter with AdamW in mixed precision: 13 billion parameters at tp=2 hold 104 GB on a rank, and no 80 GB
-GPU does that; with the optimizer sharded over the row's dp=4 they are 45.5 GB. tp=8, pp=4 and cp=8 are 256 ranks for one
-replica, and the row has 128.
-
-Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for the 4; Narayanan et al. 2021
-(arXiv 2104.04473), section 3, for the other two.
+Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for 4 micro-batches a stage; Narayanan et al. 2021
+(arXiv 2104.04473), section 3, for tp inside the node and dp outermost.
 """
 
 from __future__ import annotations
@@ -24,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.hardware import Accelerator, accelerator
-from lablib.calc.layouts.axes import axis_bytes
 from lablib.calc.layouts.choice import Choice, choose
-from lablib.calc.layouts.meshes import mesh
+from lablib.calc.layouts.meshes import axis_bytes, mesh
 from lablib.calc.layouts.planner import (
     FITTED,
     Cluster,
@@ -51,8 +40,6 @@ class Bubble:
 
     Attributes:
         p: Stages.
-        m: Micro-batches.
-        v: Chunks of a stage.
         over_ideal: Idle over ideal time, from the simulator.
         formula: (p-1)/(v m).
     """
@@ -97,7 +84,6 @@ class TensorCost:
     """One layer under tensor parallelism.
 
     Attributes:
-        crosses: Whether the group leaves its node.
         compute: Seconds of a rank for forward and backward, without collectives.
     """
 
@@ -154,7 +140,6 @@ class OrderCost:
     """The communication of one order of the axes.
 
     Attributes:
-        crosses: The axes whose groups leave a node.
         seconds: By axis, of one step at the links' full rates, nothing hidden.
     """
 
@@ -180,14 +165,10 @@ def order_rule(
     global_batch: int,
     orders: Sequence[str] = ORDERS,
 ) -> list[OrderCost]:
-    """Return what every order of tp, pp and dp costs, cheapest first.
-
-    An order decides which axis gets the node's link. tp sends most, so it goes first. Between pp and dp there is no
-    law: dp sends once a step and hides behind backward, pp sends little and is waited for. Compare their bytes.
+    """Return what every order of tp, pp and dp costs, cheapest first; an order decides which axis gets the node's link.
 
     Args:
         layout: tp, pp, dp and micro_batch are used.
-        orders: Axes joined by "-", fastest first.
     """
     sent = axis_bytes(model, layout, seq=seq, global_batch=global_batch)
     rows = []

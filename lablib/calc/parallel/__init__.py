@@ -3,11 +3,9 @@
     traffic      bytes that each axis sends in one training step
     data         unequal shares, buckets, what backward hides of them          chapter 02
     tensor       collectives, memory and times of a tensor-parallel layer      chapter 03
-    context      traffic and memory of attention over context-parallel ranks   chapter 12
-    causal       causal masks over ranks: who holds, computes, waits           chapter 12
+    context      attention over context-parallel ranks: traffic, memory, causal masks      chapter 12
     degrees      which degrees of all kinds may be together: one rule for every calculator
-    experts      traffic of tokens, groups and gradients of experts         chapter 13
-    expert_load  capacity, drops and imbalance of experts                   chapter 13
+    experts      traffic, groups and gradients of experts; capacity, drops, imbalance      chapter 13
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
     fsdp         what FSDP sends and holds, and its step                       chapter 06
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
@@ -17,22 +15,20 @@
 Read `zero` first: its formulas are the shortest.
 """
 
-from lablib.calc.parallel.causal import (
-    ORDERS,
-    busy_share,
-    causal_blocks,
-    causal_imbalance,
-    rank_chunks,
-    ring_work,
-    token_owners,
-)
 from lablib.calc.parallel.context import (
+    ORDERS,
     WAYS,
     AttentionTraffic,
     attention_traffic,
+    busy_share,
+    causal_blocks,
+    causal_imbalance,
     context_buffers,
     context_degrees,
+    rank_chunks,
     ring_hiding_tokens,
+    ring_work,
+    token_owners,
     ulysses_crossover,
 )
 from lablib.calc.parallel.data import (
@@ -59,24 +55,22 @@ from lablib.calc.parallel.degrees import (
     largest_imbalance,
     sequence_step,
 )
-from lablib.calc.parallel.expert_load import (
-    dropped_share,
-    expert_capacity,
-    imbalance,
-    random_dropped_share,
-    random_loads,
-    rank_loads,
-)
 from lablib.calc.parallel.experts import (
     DISPATCH_WAYS,
     DispatchBytes,
     chance_met,
     dispatch_bytes,
     dispatch_ratio,
+    dropped_share,
+    expert_capacity,
     expert_gradient_factor,
     expert_groups,
     expert_hiding_tokens,
     held_params,
+    imbalance,
+    random_dropped_share,
+    random_loads,
+    rank_loads,
     routed_bytes,
 )
 from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_traffic

@@ -1,8 +1,6 @@
-"""Context parallelism in numbers: what each way sends and holds, and which degrees it allows.
+"""Context parallelism in numbers: what each way sends and holds, and which degrees it allows. Chapter 12.
 
-All cp ranks hold s/c tokens of the same sequences; only attention needs the others' keys and values. By hand, c = 2 and
-one sequence of 4 tokens with one head of width 3: a rank has 2 keys and 2 values of 3 numbers, 12 in all, and sends
-them once. In general a rank sends for one attention, in values, with q = a d and k = a_kv d:
+A rank holds s/c tokens, and sends for one attention, in values, with q = a d and k = a_kv d:
 
 | way | forward | backward | at most |
 |---|---|---|---|
@@ -10,14 +8,12 @@ them once. In general a rank sends for one attention, in values, with q = a d an
 | gathered | 2bsk (c-1)/c, an all-gather | the same, a reduce-scatter; again an all-gather with `regather` | tokens |
 | ulysses | (2q + 2k) bs/c (c-1)/c, four all-to-alls | the same | heads |
 
-The gradient of a rank's own keys never travels: the others' parts come home in c - 1 messages, as in a ring
-reduce-scatter. (PyTorch and ring-flash-attention let it travel with them, c times.) Under tensor parallelism a rank has
-1/tp of the heads: give those.
-
-Who works when under a causal mask is in `causal`.
+The gradient of a rank's own keys never travels, as in a ring reduce-scatter. (PyTorch and ring-flash-attention let it
+travel, c times.) `heads` and `kv_heads` are those of a rank before cp cuts them, 1/tp of the model's; `value` is the bytes
+of a number on the wire.
 
 Sources: Liu et al. 2023 (arXiv 2310.01889), section 3; Jacobs et al. 2023 (arXiv 2309.14509), section 3; Grattafiori et
-al. 2024 (arXiv 2407.21783), section 3.3.2.
+al. 2024 (arXiv 2407.21783), section 3.3.2; Brandon et al. 2023 (arXiv 2311.09431), section 3, for stripes.
 """
 
 from __future__ import annotations
@@ -26,10 +22,12 @@ from dataclasses import dataclass
 
 from lablib.calc.communication import check_link, ring_all_gather_bytes
 from lablib.calc.errors import check_flag, check_whole, must_divide, one_of
-from lablib.calc.parallel.causal import ORDERS
 
 #: Ways to bring queries and keys together.
 WAYS = ("ring", "gathered", "ulysses")
+
+#: Which tokens a rank holds: the i-th part; the chunks i and 2c - 1 - i of 2c; every c-th token from i on.
+ORDERS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,8 @@ class AttentionTraffic:
     """What one rank sends for one attention.
 
     Attributes:
-        forward: Bytes.
-        backward: Bytes.
         forward_calls: How often it calls "send", "all_gather", "reduce_scatter" or "all_to_all". Keys and values are
             one tensor in a ring and in a gather; queries, keys, values and outputs are four in Ulysses.
-        backward_calls: The same for backward.
         messages: Messages of both: one a send, c - 1 a collective.
     """
 
@@ -75,11 +70,7 @@ def attention_traffic(
     Ulysses with more ranks than key heads sends each rank the one key head that its queries read.
 
     Args:
-        way: One of `WAYS`.
         seq: Tokens of the whole sequence, s.
-        heads: Query heads of a rank before cp cuts them: a/tp.
-        kv_heads: Key heads, likewise.
-        value: Bytes of a number on the wire.
         gradient_value: Bytes of a number of the gradients of keys and values on their way home; None: `value`.
         regather: "gathered" only: gather keys and values again in backward, and keep the rank's own alone.
     """
@@ -112,11 +103,6 @@ def context_buffers(
 
     A ring holds the block at work and the one that arrives, a gather all blocks of the others, and Ulysses all four
     tensors a second time, cut by heads.
-
-    Args:
-        heads: Query heads of a rank before cp cuts them: a/tp.
-        kv_heads: Key heads, likewise.
-        value: Bytes of a number.
     """
     q, k = _widths(way, batch, seq, heads, kv_heads, head_dim, cp)
     check_whole("value", value, 1)
@@ -163,10 +149,7 @@ def context_degrees(
 
     Args:
         heads: Query heads of the model; tp takes its part of them first.
-        kv_heads: Key heads of the model.
-        order: One of `ORDERS`; Ulysses' ranks see every token, so it is not used there.
         replicate_kv: Ulysses only: also more ranks than key heads, each key head on several.
-        most: Largest degree to look at.
     """
     one_of("way", way, WAYS)
     one_of("order", order, ORDERS)
@@ -189,9 +172,6 @@ def ulysses_crossover(heads: int, kv_heads: int, way: str = "gathered") -> float
 
     g = heads / kv_heads. Ulysses' bytes fall with cp and those of the others do not, but it moves queries and outputs
     too, which are g times as wide as keys. Valid up to `kv_heads` ranks.
-
-    Args:
-        way: "gathered" or "ring": with whom Ulysses is compared.
     """
     one_of("way", way, ("gathered", "ring"))
     for name, size in (("heads", heads), ("kv_heads", kv_heads)):
@@ -209,11 +189,6 @@ def ring_hiding_tokens(
     A step multiplies s/c queries with s/c keys, `4 b (s/c)² q` FLOPs, or half of them under a causal mask in zigzag
     order; meanwhile `2 b (s/c) k` values travel. So `s/c >= w/2 · F/W · a_kv/a`, twice that under a causal mask.
     Liu et al. 2023, section 3, with a_kv = a, two bytes and no mask: F/W.
-
-    Args:
-        flops: F, FLOP/s that a rank reaches in attention.
-        bandwidth: W, bytes per second that a rank sends, per direction.
-        value: w, bytes of a number on the wire.
     """
     for name, size in (("heads", heads), ("kv_heads", kv_heads), ("value", value)):
         check_whole(name, size, 1)
@@ -221,3 +196,96 @@ def ring_hiding_tokens(
     check_flag("causal", causal)
     check_link(2, flops=flops, bandwidth=bandwidth)
     return (2 if causal else 1) * value / 2 * flops / bandwidth * kv_heads / heads
+
+
+def ring_work(cp: int, order: str, seq: int) -> list[list[int]]:
+    """Return the pairs of a query and a key that each rank computes in each step of a ring under a causal mask.
+
+    In step j rank i has the keys of rank i - j. Entry [j][i] counts the pairs with the key not behind the query.
+
+    Args:
+        seq: Tokens of the whole sequence; cp must divide it, 2 cp in zigzag order.
+    """
+    one_of("order", order, ORDERS)
+    for name, size in (("cp", cp), ("seq", seq)):
+        check_whole(name, size, 1)
+    parts = 2 * cp if order == "zigzag" and cp > 1 else cp
+    must_divide("2 cp" if parts > cp else "cp", parts, "seq", seq)
+    size = seq // parts
+    if order == "striped":
+        # Between two stripes the n-th query sees n keys, or n - 1 if the keys' tokens come right behind the queries'.
+        triangle = {True: size * (size + 1) // 2, False: size * (size - 1) // 2}
+        return [[triangle[(rank - step) % cp <= rank] for rank in range(cp)] for step in range(cp)]
+
+    def pairs(queries: int, keys: int) -> int:
+        """Of two chunks, by their places in the sequence."""
+        return size * size * (keys < queries) + size * (size + 1) // 2 * (keys == queries)
+
+    chunks = [rank_chunks(cp, rank, order) for rank in range(cp)]
+    return [
+        [sum(pairs(q, k) for q in chunks[rank] for k in chunks[(rank - step) % cp]) for rank in range(cp)]
+        for step in range(cp)
+    ]
+
+
+def rank_chunks(cp: int, rank: int, order: str) -> tuple[int, ...]:
+    """Return the chunks of the sequence that a rank holds, by their places: one of cp, or two of 2 cp in zigzag order.
+
+    One rank alone has the sequence as it is.
+
+    Args:
+        order: "contiguous" or "zigzag"; stripes are no chunks.
+    """
+    one_of("order", order, ("contiguous", "zigzag"))
+    check_whole("cp", cp, 1)
+    check_whole("rank", rank, 0, cp - 1)
+    return (rank, 2 * cp - 1 - rank) if order == "zigzag" and cp > 1 else (rank,)
+
+
+def token_owners(cp: int, order: str, seq: int) -> list[int]:
+    """Return the rank that holds each token of a sequence.
+
+    Args:
+        seq: Tokens of the whole sequence; cp must divide it, 2 cp in zigzag order.
+    """
+    one_of("order", order, ORDERS)
+    for name, size in (("cp", cp), ("seq", seq)):
+        check_whole(name, size, 1)
+    if order == "striped":
+        must_divide("cp", cp, "seq", seq)
+        return [token % cp for token in range(seq)]
+    owners = {chunk: rank for rank in range(cp) for chunk in rank_chunks(cp, rank, order)}
+    must_divide("2 cp" if len(owners) > cp else "cp", len(owners), "seq", seq)
+    return [owners[token * len(owners) // seq] for token in range(seq)]
+
+
+def busy_share(cp: int, order: str, *, seq: int | None = None) -> float:
+    """Return the share of a ring's time in which its ranks compute, under a causal mask: all wait for the slowest.
+
+    Contiguous: `c / (2c - 1)`, since only the last rank works in every step. Zigzag: 1. Striped: `(s + 1) / (s + c)`.
+
+    Args:
+        seq: Tokens of the whole sequence; None: so many that a block on the diagonal is exactly half.
+    """
+    if seq is None:
+        one_of("order", order, ORDERS)
+        check_whole("cp", cp, 1)
+        return cp / (2 * cp - 1) if order == "contiguous" else 1.0
+    work = ring_work(cp, order, seq)
+    return sum(map(sum, work)) / cp / sum(map(max, work))
+
+
+def causal_blocks(cp: int, order: str = "contiguous") -> list[float]:
+    """Return the blocks of scores that each cp rank computes under a causal mask; a block on the diagonal is half.
+
+    A block is the product of two parts of 1/cp of the sequence; sequences are long, so that all stripes are equal.
+    """
+    one_of("order", order, ORDERS)
+    check_whole("cp", cp, 1)
+    return [i + 0.5 if order == "contiguous" else cp / 2 for i in range(cp)]
+
+
+def causal_imbalance(cp: int) -> float:
+    """Return the work of the last cp rank over the mean where each has one contiguous part: `2 - 1/c`."""
+    blocks = causal_blocks(cp)
+    return blocks[-1] / (sum(blocks) / cp)

@@ -1,9 +1,8 @@
 """What unequal shares of a batch weigh, buckets of gradients, and how much of their communication backward hides.
 
-Backward makes gradients in reverse registration order. A bucket's all-reduce may start when its last
-gradient is there and when the link has sent the bucket before it:
-
-    start_k = max(ready_k, end_{k-1}),   end_k = start_k + T_allreduce(bucket k),   exposed = end_last - backward
+Backward makes gradients in reverse registration order. A bucket's all-reduce starts when its last gradient is there and
+the link has sent the bucket before it. Times are seconds, `bandwidth` bytes per second and direction, `sizes` the bytes of
+each gradient in registration order, `buckets` indices into them in the order of sending. Chapter 02.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ def token_factor(tokens: Sequence[int]) -> float:
     """Return what a rank multiplies the sum of its tokens' losses by, n / Σ_r T_r, if DDP takes the mean over ranks.
 
     Every token then weighs as much as in one process, however unequally the ranks hold them.
-
-    Args:
-        tokens: T_r, the tokens of each rank in the whole step.
     """
     if not tokens or min(tokens) < 0 or not sum(tokens):
         raise ValueError(f"tokens={list(tokens)} must be a number for each rank, none negative and one above 0")
@@ -32,7 +28,6 @@ class Transfer:
     """One bucket on its way. Times are in seconds from the start of backward.
 
     Attributes:
-        bucket: Its number, in the order of sending.
         ready: When its last gradient is there.
         end: When its all-reduce is done.
     """
@@ -48,7 +43,6 @@ def bucket_sizes(sizes: Sequence[int], *, first: int = 2**20, cap: int = 25 * 2*
     """Put gradients into buckets: from the last to the first, closing a bucket once it holds its limit.
 
     Args:
-        sizes: Bytes of each gradient, in the order in which the parameters were registered.
         first: Limit of the first bucket in bytes; small, so that it leaves early.
         cap: Limit of every other bucket in bytes.
 
@@ -83,10 +77,6 @@ def backward_transfers(
     """Return when each bucket is ready, starts and ends, if a gradient takes backward time as its bytes.
 
     Args:
-        sizes: Bytes of each gradient, in registration order.
-        buckets: Indices into `sizes`, in the order of sending, as `bucket_sizes` returns them.
-        backward: Seconds of the backward pass.
-        bandwidth: Bytes per second, per direction.
         overlap: Send during backward; otherwise the first bucket waits for the end of backward.
     """
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(sizes))):
@@ -110,11 +100,7 @@ def backward_transfers(
 
 
 def exposed_time(transfers: Sequence[Transfer], *, backward: float) -> float:
-    """Return the seconds of communication after backward has ended: what the step waits for.
-
-    Args:
-        backward: Seconds of the backward pass.
-    """
+    """Return the seconds of communication after backward has ended: what the step waits for."""
     return max([transfer.end for transfer in transfers], default=backward) - backward
 
 
@@ -123,9 +109,7 @@ class DDPStep:
     """Where the time of one DDP step goes; all in seconds.
 
     Attributes:
-        compute: Forward, backward and optimizer, all micro-batches.
         communication: How long the link is busy with gradients.
-        hidden: The part of it during backward.
         exposed: The part of it after backward, which the step waits for.
         ideal_exposed: The same if the gradient could leave in pieces of any size: max(0, communication - backward).
     """
@@ -153,16 +137,10 @@ def ddp_step_time(
 ) -> DDPStep:
     """Return the step time of DDP: the buckets leave one after the other while backward still runs.
 
-    Bucket k is ready when backward has made its share of all bytes, and starts when the link is free:
-    start_k = max(ready_k, end_(k-1)), end_k = start_k + T_all_reduce(bucket k). With m equal buckets and α = 0
-    the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
+    With m equal buckets and no latency the exposed time is max(T_comm/m, T_comm - (m-1)/m · T_backward).
 
     Args:
-        compute_forward: Seconds of one micro-batch's forward pass.
-        compute_backward: Seconds of one micro-batch's backward pass.
-        gradient_bytes: Bytes of all gradients, as they are sent.
-        bandwidth: W, what one rank sends in bytes per second, per direction.
-        latency: α, seconds per message.
+        compute_forward: Seconds of one micro-batch; `compute_backward` likewise.
         buckets: How many of equal size, or the bytes of each in the order of sending.
         overlap: False sends nothing before the end of backward.
         micro_batches: Accumulated in each step; all but the last inside `no_sync`.

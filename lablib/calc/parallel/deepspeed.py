@@ -1,16 +1,12 @@
-"""DeepSpeed's configuration file, generated for a model with a reason for every key, and its memory estimators.
+"""DeepSpeed's configuration file, generated for a model with a reason for every key, and its memory estimators. Chapter 05.
 
     for setting in deepspeed_settings(preset("gpt2-xl"), ranks=8, stage=3):
         print(setting.key, setting.value, setting.why)
     json.dump(as_deepspeed_json(deepspeed_settings(...)), file)    # what `deepspeed --deepspeed_config` reads
 
-Sizes in the file count elements, not bytes. Three of them follow the model's hidden size h by the rule that Accelerate
-applies to "auto": reduce_bucket_size h², prefetch 0.9 h², persistence 10 h. DeepSpeed's own defaults (5e8, 5e7, 1e5)
-suit models of billions of parameters; a small model would fit into one bucket, and nothing would overlap.
-
-The estimators count gradients once in 16 bits and once in fp32, 20 bytes per parameter on one rank in stage 2: 2 of
-weights and 18 that are sharded. In stage 3 they count 18, without the 16-bit weights. ZeRO's paper counts 16 in both.
-What they print as "GB" are GiB. Activations are not in them.
+Sizes in the file count elements. Three of them follow the hidden size h by the rule that Accelerate applies to "auto",
+since DeepSpeed's own defaults suit models of billions of parameters. The estimators count gradients once in 16 bits and
+once in fp32, without activations, and what they print as "GB" are GiB. `offload` is "none", "optimizer" or "parameters".
 
 Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, docs/config-json, and
 the documentation's page "Memory Requirements"; Accelerate, accelerator.py.
@@ -60,12 +56,7 @@ def deepspeed_settings(
     """Return the entries of a DeepSpeed configuration in the order of the file.
 
     Args:
-        ranks: Data-parallel ranks, all ranks of the job.
-        stage: ZeRO stage, 0 to 3.
-        micro_batch: Sequences in one forward pass of one rank.
-        precision: "bf16", "fp16" or "fp32".
         offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
-        device: Where to: "cpu" or "nvme".
         clip: Largest global gradient norm; 0 for no clipping.
     """
     least = {"ranks": (ranks, 1), "micro_batch": (micro_batch, 1), "accumulation": (accumulation, 1)}
@@ -257,10 +248,6 @@ def zero2_estimate(
 
     Without offload the device holds 2P + 18P/N by the code, where 18 = 2 + 4 (gradients, twice) + 12: since pull request
     5099 of deepspeedai/DeepSpeed (2024). The documentation still prints the older 4P + 16P/N.
-
-    Args:
-        offload: Whether the optimizer is on the CPU.
-        variant: "code" or "doc".
     """
     one_of("variant", variant, ("code", "doc"))
     _counts(params=params, gpus_per_node=gpus_per_node, nodes=nodes)
@@ -286,7 +273,6 @@ def zero3_estimate(
 
     Args:
         largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
-        offload: "none", "optimizer" or "parameters".
         zero_init: Whether the model is sharded while it is built (`deepspeed.zero.Init`); otherwise every rank first
             builds the full model in fp32, in CPU memory.
     """

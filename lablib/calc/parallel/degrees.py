@@ -37,9 +37,7 @@ def check_degrees(
     """Raise a ValueError that names both factors unless a model can be split so.
 
     Args:
-        etp: Ranks that split one expert; None: tp.
         seq: Tokens of a sequence, before cp divides it.
-        cp_way: "ring", "gathered" or "ulysses".
         imbalance: Tokens of the fullest expert-parallel rank over the mean.
     """
     check_sequence(model, tp=tp, cp=cp, seq=seq, sequence_parallel=sequence_parallel, cp_way=cp_way)

@@ -1,19 +1,20 @@
-"""Expert parallelism: what the tokens send, over which ranks experts lie, and who averages whose gradients.
-
-Four tokens on each of two ranks, four experts, two of them on each rank, two experts a token: a rank's tokens make
-eight copies, and if the choice is even, four of them have their expert on the other rank. They go there and come back,
-in forward and in backward.
+"""Expert parallelism: what the tokens send, who averages whose gradients, and how unevenly a router loads its experts.
 
 Letters: T tokens of a rank, E experts in a layer, k experts a token, h width of the stream, f inner width of an expert,
-e = ep ranks that share the experts, r = edp ranks that hold the same expert. Chapter 13.
+e = ep ranks that share the experts, r = edp ranks that hold the same expert, C capacity, φ capacity factor. `value` is
+the bytes of a number on the wire, `flops` F, the FLOP/s that a rank reaches, and `bandwidth` W, the bytes per second that
+it sends, per direction. Chapter 13.
 
 Sources: DeepSeek-AI 2024 (arXiv 2412.19437), sections 2.1.2 and 3.2.2, for nodes; Liu et al. 2025 (arXiv 2504.14960),
-section 3, for folding.
+section 3, for folding; Lepikhin et al. 2020 (GShard, arXiv 2006.16668) and Fedus et al. 2021 (Switch, arXiv 2101.03961),
+section 2.2 of both, for capacity.
 """
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lablib.calc.communication import check_link, hiding_tokens, ring_all_gather_bytes
@@ -46,10 +47,6 @@ def dispatch_bytes(tokens: int, experts_per_token: int, hidden: int, ep: int, *,
     """Return the bytes that a rank sends for one layer of experts, forward and backward: `4 T k h (e-1)/e` values.
 
     Each token goes to its k experts and comes back, in both directions of training; experts are chosen evenly.
-
-    Args:
-        tokens: T, of one rank.
-        value: Bytes of a number on the wire.
     """
     for name, number in (("tokens", tokens), ("experts_per_token", experts_per_token), ("hidden", hidden), ("ep", ep)):
         check_whole(name, number, 1)
@@ -62,7 +59,6 @@ def chance_met(experts: int, pool: int, chosen: int) -> float:
     Args:
         experts: n, for example those of one rank.
         pool: P, of which the token chooses, each set with the same chance.
-        chosen: k different ones.
     """
     return 1 - math.comb(pool - experts, chosen) / math.comb(pool, chosen)
 
@@ -86,11 +82,8 @@ def routed_bytes(
     way back, because what belongs to one token is added before it returns (DeepSeek-V3, section 3.2.2).
 
     Args:
-        tokens: T, of one rank.
         ranks_per_node: Neighbours among the ep ranks.
-        way: One of `DISPATCH_WAYS`.
         node_limit: Nodes at most that a token visits, all equally often; None means no limit.
-        value: Bytes of a number on the wire.
     """
     one_of("way", way, DISPATCH_WAYS)
     whole = {"tokens": tokens, "hidden": hidden, "num_experts": num_experts, "ep": ep, "ranks_per_node": ranks_per_node}
@@ -127,12 +120,6 @@ def dispatch_ratio(
 
     4 T k h (e-1)/e values are sent and 6 · 3 T k h f FLOPs computed, so tokens, k and h cancel. Without a gate an
     expert has two matrices, and 9 becomes 6.
-
-    Args:
-        expert_ffn: f, the inner width of an expert.
-        flops: F, that a rank reaches, in FLOP/s.
-        bandwidth: W, what a rank sends in bytes per second, per direction.
-        value: u, bytes of a number on the wire.
     """
     check_whole("expert_ffn", expert_ffn, 1)
     check_link(ep, flops=flops, bandwidth=bandwidth, value=value)
@@ -154,11 +141,6 @@ def expert_hiding_tokens(
 
     A rank holds E/e experts, whose gradients it sends, and computes k of them for each token. A dense layer of the
     same width needs `hiding_tokens`, so a mixture needs E/(k e) times as many.
-
-    Args:
-        edp: r, the ranks that hold the same expert.
-        flops: F, that a rank reaches, in FLOP/s.
-        bandwidth: W, what a rank sends in bytes per second, per direction.
     """
     must_divide("ep", ep, "num_experts", num_experts)
     check_whole("experts_per_token", experts_per_token, 1, num_experts)
@@ -167,11 +149,7 @@ def expert_hiding_tokens(
 
 
 def held_params(config: ModelConfig, ep: int) -> int:
-    """Return the parameters that a rank holds where the routed experts are split over ep ranks and nothing else is.
-
-    Args:
-        ep: Divides the experts of a layer.
-    """
+    """Return the parameters that a rank holds where the routed experts are split over ep ranks and nothing else is."""
     if not config.is_moe:
         raise ValueError(f"{config.name} has no experts, so ep={ep} has nothing to split")
     check_whole("ep", ep, 1)
@@ -187,10 +165,6 @@ def expert_groups(
 
     The ranks of a pipeline stage are one grid for attention, tp x cp x dp, and another for experts, etp x ep x edp, both
     with the first axis fastest; edp = tp cp dp / (etp ep). Liu et al. 2025 (arXiv 2504.14960), section 3 and listing 1.
-
-    Args:
-        ep: Ranks that share the experts of a layer.
-        etp: Ranks that split each expert.
 
     Returns:
         "tp", "cp", "dp", "etp", "ep", "edp" and "pp" to groups of ranks; "dp x cp" are the ranks that hold the same
@@ -231,3 +205,73 @@ def expert_gradient_factor(*, tp: int = 1, cp: int = 1, dp: int = 1, ep: int = 1
     """
     edp = len(expert_groups(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)["edp"][0])
     return edp / (dp * cp)
+
+
+def expert_capacity(tokens: int, num_experts: int, experts_per_token: int, factor: float) -> int:
+    """Return the copies that an expert takes: `⌈ φ T k / E ⌉`."""
+    for name, number in (("tokens", tokens), ("num_experts", num_experts), ("experts_per_token", experts_per_token)):
+        check_whole(name, number, 1)
+    if not factor > 0:
+        raise ValueError(f"factor={factor} must be above 0; 1 is room for the mean")
+    # Rounded first, so that 1.1 x 80 / 8 is 11 and not 12: 1.1 has no exact binary value.
+    return math.ceil(round(factor * tokens * experts_per_token / num_experts, 6))
+
+
+def dropped_share(loads: Sequence[int], capacity: int) -> float:
+    """Return the share of copies that find their expert full: `Σ max(0, n_i - C) / Σ n_i`."""
+    _check_loads(loads)
+    return sum(max(0, load - capacity) for load in loads) / sum(loads)
+
+
+def random_dropped_share(tokens: int, num_experts: int, experts_per_token: int, factor: float) -> float:
+    """Return the share of copies that a router without preferences drops, in the mean.
+
+    Each token chooses an expert with chance k/E, so an expert's load is binomial:
+    `E/(T k) · Σ_{n>C} (n - C) binomial(n; T, k/E)`.
+    """
+    capacity = expert_capacity(tokens, num_experts, experts_per_token, factor)
+    check_whole("experts_per_token", experts_per_token, 1, num_experts)
+    p = experts_per_token / num_experts
+    if p == 1:
+        return max(0, tokens - capacity) / tokens
+    mean, spread = tokens * p, math.sqrt(tokens * p * (1 - p))
+    first = max(capacity + 1, int(mean - 12 * spread))  # beyond 12 standard deviations nothing is left to add
+    last = min(tokens, int(mean + 12 * spread) + 12)
+    over = math.fsum((n - capacity) * _binomial(n, tokens, p) for n in range(first, last + 1))
+    return over / mean
+
+
+def _binomial(n: int, tokens: int, p: float) -> float:
+    ways = math.lgamma(tokens + 1) - math.lgamma(n + 1) - math.lgamma(tokens - n + 1)
+    return math.exp(ways + n * math.log(p) + (tokens - n) * math.log1p(-p))
+
+
+def random_loads(tokens: int, num_experts: int, experts_per_token: int, *, seed: int = 0) -> list[int]:
+    """Return how many tokens chose each expert, for one draw of a router without preferences."""
+    check_whole("tokens", tokens, 1)
+    check_whole("experts_per_token", experts_per_token, 1, num_experts)
+    draw, loads = random.Random(seed), [0] * num_experts
+    for _ in range(tokens):
+        for expert in draw.sample(range(num_experts), experts_per_token):
+            loads[expert] += 1
+    return loads
+
+
+def rank_loads(loads: Sequence[int], ep: int) -> list[int]:
+    """Return the copies that each of ep ranks computes; rank i holds the i-th part of the experts."""
+    _check_loads(loads)
+    check_whole("ep", ep, 1)
+    must_divide("ep", ep, "num_experts", len(loads))
+    held = len(loads) // ep
+    return [sum(loads[first : first + held]) for first in range(0, len(loads), held)]
+
+
+def imbalance(loads: Sequence[int], ep: int) -> float:
+    """Return the copies of the busiest rank over the mean, `max_j n_j / (Σ n_j / e)`: how much longer all ranks wait."""
+    ranks = rank_loads(loads, ep)
+    return max(ranks) / (sum(ranks) / ep)
+
+
+def _check_loads(loads: Sequence[int]) -> None:
+    if not len(loads) or min(loads) < 0 or not sum(loads):
+        raise ValueError(f"loads={list(loads)} must be a number for each expert, none negative and one above 0")

@@ -1,21 +1,10 @@
-"""What FSDP2 sends in a step, from the sizes of its units, and when it gathers, computes and scatters.
+"""What FSDP2 sends in a step, from the sizes of its units, and when it gathers, computes and scatters. Chapter 06.
 
-Four ranks and a layer of 8 x 3 numbers: a rank keeps 2 x 3 of them. To compute, the layer is all-gathered (24
-numbers), and after backward its gradient is reduce-scattered (24 numbers). `fsdp_traffic` counts:
-
-    all-gathers of a unit        1 forward, 1 backward if it was resharded after forward
-    reduce-scatters of a unit    1 a backward that synchronises
-    bytes of either              ranks · Σ ceil(rows / ranks) · row · bytes per value
-
-`fsdp_step` lays a step out on a link and a device that work side by side. Two units of 4 s on the link and 3 s of forward
-each take gather 4, run 3, gather 4, run 3 = 14 s without prefetch, and 4 + max(3, 4) + 3 = 11 s with it:
-
-    forward     gather k  ->  run k                       k + 1 is gathered meanwhile
-    backward    gather k  ->  run k  ->  scatter k        k - 1 is gathered meanwhile
-    freed       after its run, when it is resharded; in backward always
-
-The link carries one message at a time, in the order in which messages are ready. A unit inside another one does
-not occur there: the root is gathered first, runs last in forward and first in backward.
+`fsdp_traffic` counts an all-gather of each unit in forward, another in backward if it was resharded, and a reduce-scatter
+a backward that synchronises, of ranks · Σ ceil(rows / ranks) · row · bytes per value. `fsdp_step` lays a step out on a
+link and a device that work side by side: two units of 4 s on the link and 3 s of forward each take 14 s without prefetch,
+and 4 + max(3, 4) + 3 = 11 s with it. The link carries one message at a time, in the order in which they are ready; no unit
+lies inside another there but the root, which is gathered first, runs last in forward and first in backward.
 """
 
 from __future__ import annotations
@@ -33,9 +22,7 @@ class Message:
     """One collective.
 
     Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
         bytes: The full array, padding included.
-        phase: "forward" or "backward".
     """
 
     op: str
@@ -102,7 +89,6 @@ def fsdp_traffic(
             backward is done (ZeRO-2), a number keeps 1/number of it on each rank.
         root_reshard: The same for the root. `fully_shard` keeps the root by default.
         param_bytes: Bytes of a gathered value: 4, or 2 with param_dtype=torch.bfloat16.
-        micro_batches: Forward and backward passes in the step.
         sync_every: Reduce after every backward; False: after the last one only, as inside `no_sync`.
         keep_gathered: Keep the parameters gathered after every backward but the last.
     """
@@ -155,12 +141,7 @@ def fsdp_traffic(
 
 @dataclass(frozen=True, kw_only=True)
 class TimedUnit:
-    """A unit and what it costs.
-
-    Attributes:
-        forward: Seconds of its forward pass.
-        backward: Seconds of its backward pass.
-    """
+    """A unit, its bytes, and the seconds of each of its operations."""
 
     name: str
     bytes: int
@@ -172,14 +153,7 @@ class TimedUnit:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes time.
-
-    Attributes:
-        lane: "link" or "device".
-        kind: "gather", "scatter", "forward" or "backward".
-        start: Seconds from the start of the step.
-        end: Seconds from the start of the step.
-    """
+    """Something that takes time on a lane, "link" or "device", in seconds from the start of the step."""
 
     lane: str
     kind: str
@@ -193,7 +167,6 @@ class FsdpStep:
     """One forward and one backward pass.
 
     Attributes:
-        bars: What the link and the device do.
         memory: (seconds, bytes of unsharded parameters from then on), in order.
     """
 
@@ -224,12 +197,10 @@ class FsdpStep:
 def fsdp_step(
     units: Sequence[TimedUnit], *, reshard: bool = True, root_reshard: bool = False, prefetch: bool = True
 ) -> FsdpStep:
-    """Lay out one step.
+    """Lay out one step; the root is the first of the units.
 
     Args:
-        units: The root first, then the others as they run.
         reshard: Free a unit after its forward and gather it again in backward.
-        prefetch: Gather the next unit while the present one runs.
     """
     if not units:
         raise ValueError("units=[] is empty; the root is always there, wrapped or not")

@@ -1,23 +1,8 @@
-"""Offload: model states in CPU memory or on NVMe, and what the slow link then allows.
+"""Offload: model states in CPU memory or on NVMe, and what the slow link then allows. Chapter 05.
 
-ZeRO-Offload keeps the 16-bit weights on the device. Gradients go down to the CPU, which holds the optimizer and runs
-it, and new weights come up: 2 + 2 bytes per parameter and step, the least that any such split can do with.
-Of N ranks each moves its shard, over its own link:
-
-    device                          host link                     CPU
-    forward, backward      -- 2ψ/N gradients, down -->     m, v, master weights
-    new weights            <-- 2ψ/N weights, up ------     AdamW on 12ψ/N bytes
-
-ZeRO-Infinity moves the weights too, and may put states on NVMe. Its question is how much bandwidth is enough. With
-ait FLOPs computed per byte moved, a device of peak P behind a link of bandwidth W reaches, without any overlap,
-
-    efficiency = ait W / (ait W + P)
-
-    weights and gradients        ait = s b            forward, recomputation and backward load 2ψ, one stores 2ψ
-    optimizer state              ait = s b / 4        16ψ read and 16ψ written
-    activation checkpoints       ait = 24 h c         one checkpoint for every c blocks
-
-for s tokens in each of b sequences, both of one rank, and hidden size h.
+Of N ranks each moves its shard over its own link. ZeRO-Offload sends 2 bytes of gradient down per parameter and step, and
+2 bytes of weight up. ZeRO-Infinity asks what bandwidth W is enough: with `ait` FLOPs per byte moved, a device of peak P
+reaches ait W / (ait W + P) without overlap.
 
 Sources: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840); Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857),
 the part on bandwidth requirements.
@@ -87,10 +72,8 @@ def offload_step(
     each send their gradients, which add up on the CPU. The update starts when the last gradient is there.
 
     Args:
-        tokens: Tokens of one rank in one micro-batch.
         host_bandwidth: Bytes per second between a device and the CPU, per direction.
         cpu_bandwidth: Bytes per second of CPU memory that one rank gets.
-        ranks: Ranks that share the states, N.
         delayed: Update with the gradients of the step before, while this one runs (the paper's one-step delay).
     """
     _positive(
@@ -116,11 +99,7 @@ def offload_step(
 def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1, every: int = 1) -> float:
     """Return FLOPs per byte moved, with full recomputation, as ZeRO-Infinity counts them.
 
-    Weights: 8 FLOPs per token and parameter over 8 bytes. Optimizer: the same over 32. Checkpoints: a block of 12 h²
-    parameters has 96 h² FLOPs per token, and its checkpoint of 2 h bytes is written and read.
-
-    Args:
-        kind: "weights" (and gradients), "optimizer" or "checkpoints".
+    "weights" (and gradients): s b. "optimizer": s b / 4. "checkpoints", one for every c blocks of width h: 24 h c.
     """
     one_of("kind", kind, KINDS)
     _positive(batch=batch, seq=seq, hidden=hidden, every=every)
@@ -143,11 +122,7 @@ def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> floa
 
 
 def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
-    """Return the bytes per second at which `efficiency` is `target`: P / ait · e / (1 - e).
-
-    Args:
-        target: Efficiency, between 0 and 1.
-    """
+    """Return the bytes per second at which `efficiency` is `target`: P / ait · e / (1 - e)."""
     _positive(intensity=intensity, flops=flops)
     if not 0 < target < 1:
         raise ValueError(f"target={target} must lie between 0 and 1; no bandwidth reaches 1 without overlap")

@@ -44,7 +44,6 @@ class RankHeads:
     """The heads of one rank.
 
     Attributes:
-        keys: Key and value heads that those queries read.
         copies: How many ranks hold each of these key and value heads.
     """
 
@@ -57,9 +56,6 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> list[RankHeads]:
     """Return which heads each rank computes: neighbouring ones, and the keys that their queries read.
 
     Up to `num_kv_heads` ranks the keys are split; beyond, each key head is on `tp / num_kv_heads` ranks.
-
-    Args:
-        num_kv_heads: Key and value heads, which divide a.
     """
     for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("tp", tp)):
         check_whole(name, value, 1)
@@ -87,12 +83,9 @@ def _fits(num_heads: int, num_kv_heads: int, tp: int) -> bool:
 
 
 def tp_degrees(config: ModelConfig, *, replicate_kv: bool = False) -> list[int]:
-    """Return the degrees that leave every rank whole heads and equal parts of the MLP, ascending.
-
-    The vocabulary is no obstacle, since it can be padded.
+    """Return the degrees that leave every rank whole heads and equal parts of the MLP, ascending; a vocabulary can be padded.
 
     Args:
-        config: A model with one kind of attention heads and a dense MLP.
         replicate_kv: Also allow more ranks than key heads, each key head on several ranks.
 
     Raises:
@@ -119,11 +112,7 @@ def rank_params(config: ModelConfig, tp: int) -> int:
 
 
 def layer_collectives(sequence_parallel: bool | str = False) -> dict[str, dict[str, int]]:
-    """Return how often one layer calls each collective, in "forward" and in "backward", for one micro-batch.
-
-    Args:
-        sequence_parallel: False, "keep" or "shard".
-    """
+    """Return how often one layer calls each collective, in "forward" and in "backward", for one micro-batch."""
     forward, backward = _HALF[variant(sequence_parallel)]
     return {
         "forward": {op: _HALVES * calls for op, calls in forward.items()},
@@ -135,9 +124,6 @@ def layer_elements(*, batch: int, seq: int, hidden: int, tp: int, sequence_paral
     """Return the numbers that one rank sends for one layer and micro-batch: 8bsh(t-1)/t, or 10bsh(t-1)/t.
 
     Narayanan et al. 2021, section 3.2, count the 8; an all-reduce is two of the ten gathers and scatters.
-
-    Args:
-        sequence_parallel: False, "keep" or "shard".
     """
     return _passes(sequence_parallel) * ring_all_gather_bytes(batch * seq * hidden, tp)
 
@@ -180,11 +166,6 @@ def layer_times(
     """Return how long one layer computes and communicates.
 
     For a GPT layer without the score term: communication over compute is `cF(t-1)/(9hW)`, whatever b and s are.
-
-    Args:
-        flops: F, FLOP/s that one rank reaches.
-        bandwidth: W, bytes per second that one rank sends, per direction.
-        sequence_parallel: False, "keep" or "shard".
     """
     require_dense(config)
     matrices = sum(t.outputs * t.inputs * t.copies for t in layer_tensors(config, 0) if t.inputs > 1)

@@ -1,12 +1,4 @@
-"""Traffic of each kind of parallelism: bytes per rank and step, before any of it is overlapped.
-
-The kinds differ in what they cut, and that decides what must travel:
-data parallelism sends gradients, tensor and sequence parallelism activations inside every layer,
-pipeline parallelism activations between stages, context parallelism keys and values,
-expert parallelism the tokens themselves. Context and expert ranks also sum gradients of what they hold alike.
-
-All counts are bytes sent by one rank in one optimizer step, with bandwidth-optimal (ring) collectives.
-"""
+"""Traffic of each kind of parallelism: bytes sent by one rank in one optimizer step, on rings, before any of it is overlapped."""
 
 from __future__ import annotations
 
@@ -54,15 +46,10 @@ def tensor_traffic(
     bytes_per_value: int = 2,
     sequence_parallel: bool | str = False,
 ) -> Traffic:
-    """Return what tensor parallelism sends: `8 b s h (t-1)/t` values a layer, or `10 b s h (t-1)/t`.
+    """Return what tensor parallelism sends: `8 b s h (t-1)/t` values a layer, or `10 b s h (t-1)/t` with "shard".
 
-    Without sequence parallelism four all-reduces a layer and micro-batch, two forward and two backward.
-    "keep" makes each of them a reduce-scatter and an all-gather of the same bytes.
-    "shard", whose activations `lablib.calc.memory` counts, gathers the input of each half again in backward.
-    Narayanan et al. (arXiv 2104.04473), section 3.2; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
-
-    Args:
-        sequence_parallel: False, "keep" or "shard".
+    `sequence_parallel` is False, "keep" or "shard", see `lablib.calc.parallel.tensor`. Narayanan et al. (arXiv 2104.04473),
+    section 3.2; Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
     """
     elements = layer_elements(batch=1, seq=tokens, hidden=config.hidden, tp=ranks, sequence_parallel=sequence_parallel)
     calls = sum(sum(part.values()) for part in layer_collectives(sequence_parallel).values())
@@ -86,12 +73,9 @@ def pipeline_traffic(
 def context_traffic(
     config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
 ) -> Traffic:
-    """Return what context parallelism sends: keys and values in every layer, and all gradients once.
+    """Return what context parallelism sends: keys and values, `4 b s k (c-1)/c` values a layer, and all gradients once.
 
-    Keys and values are all-gathered in forward and kept; their gradients are reduce-scattered in backward:
-    `4 b s k (c-1)/c` values a layer, where k is the width of all key heads.
-    This is the all-gather variant (Llama 3, arXiv 2407.21783, section 3.3.2); a ring sends them again in backward.
-    Every rank holds all weights, so gradients are summed as in data parallelism.
+    Keys and values are all-gathered, as in Llama 3 (arXiv 2407.21783, section 3.3.2); a ring sends them again in backward.
     """
     keys_and_values = 2 * tokens * config.kv_width * bytes_per_value
     # An all-gather forward and a reduce-scatter backward send as many bytes as each other.
@@ -104,11 +88,9 @@ def context_traffic(
 def expert_traffic(
     config: ModelConfig, ranks: int, *, tokens: int, micro_batches: int = 1, bytes_per_value: int = 2
 ) -> Traffic:
-    """Return what expert parallelism sends: every token to its experts and back, and the other gradients once.
+    """Return what expert parallelism sends: `4 T k h (e-1)/e` values a layer with experts, and the other gradients once.
 
-    Dispatch and combine, forward and backward: `4 T k h (e-1)/e` values an MoE layer,
-    for T tokens on a rank, k experts a token, and tokens spread evenly over the ranks.
-    What is not a routed expert is replicated, so its gradients are summed as in data parallelism.
+    Every token goes to its experts and back, forward and backward, and tokens are spread evenly over the ranks.
     """
     if not config.is_moe or config.num_experts % ranks:
         raise ValueError(f"ranks={ranks} does not divide num_experts={config.num_experts} of {config.name}")

@@ -62,10 +62,6 @@ def zero_state_bytes(
     """Return the bytes of model states on one rank.
 
     Stage 1: `4 ψ + 12 ψ/N` for mixed-bf16 with AdamW. ZeRO (arXiv 1910.02054), table 1.
-
-    Args:
-        params: Parameters, `ψ`.
-        stage: ZeRO stage, 0 to 3.
     """
     return sum(state_terms(params, ranks, stage, recipe, optimizer).values())
 
@@ -78,11 +74,6 @@ def zero_traffic(
     For m micro-batches: DDP (accumulating with `no_sync`) and stage 1 scatter gradients once and gather once;
     stage 2 scatters m times and gathers once; stage 3 scatters m times and gathers 2m times.
     ZeRO (arXiv 1910.02054), section 7.2, has m = 1: `data_parallel_bytes`.
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        micro_batches: Micro-batches in a step, `m`.
-        bytes_per_value: Of a weight and of a gradient.
     """
     _check(params, ranks, stage)
     if micro_batches < 1:
@@ -101,11 +92,6 @@ def zero_sent_bytes(params: int, ranks: int, stage: int, micro_batches: int = 1,
     """Return the bytes that one rank sends in an optimizer step.
 
     In units of `ψ (N-1)/N` values: 2 for DDP and stage 1, m + 1 for stage 2, 3m for stage 3.
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        micro_batches: Micro-batches in a step, `m`.
-        bytes_per_value: Of a weight and of a gradient.
     """
     return sum(zero_traffic(params, ranks, stage, micro_batches, bytes_per_value).values())
 
@@ -115,7 +101,6 @@ class StageChoice:
     """What one stage does with one job.
 
     Attributes:
-        held: Bytes of states on a rank.
         micro_batches: Micro-batches in a step, None if not even one sequence fits beside the states.
         sent: Bytes that a rank sends in a step, None likewise.
     """
@@ -133,7 +118,6 @@ def zero_choices(params: int, ranks: int, sequences: int, activations: int, budg
     needed. Chapter 05, "Which stage".
 
     Args:
-        sequences: Of all ranks in a step; `ranks` divides them.
         activations: Bytes that one sequence of a micro-batch keeps for backward.
         budget: Bytes of a device for states and activations.
     """
@@ -161,9 +145,6 @@ def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return how much each rank owns if every tensor has one owner: the largest first, each to the rank with least.
 
     So does `torch.distributed.optim.ZeroRedundancyOptimizer`.
-
-    Args:
-        sizes: Of the tensors, in elements.
     """
     loads = [0] * ranks
     for size in sorted(sizes, reverse=True):
@@ -184,7 +165,6 @@ def max_params(
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
 
     Args:
-        stage: ZeRO stage, 0 to 3.
         model_parallel: Ranks that split the model evenly before ZeRO does.
     """
     _check(0, ranks, stage)

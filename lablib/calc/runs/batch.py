@@ -1,24 +1,8 @@
-"""Batch size and learning rate: the gradient noise scale, what a larger batch costs and buys, and the schedule.
+"""Batch size and learning rate: the gradient noise scale, what a larger batch costs and buys, and the schedule. Chapter 02.
 
-The gradient of one example is the true gradient G plus noise with covariance Σ, so the mean over B examples has
-E |G_B|² = |G|² + tr(Σ) / B. Two batch sizes give two equations for both unknowns (`noise_scale`):
-
-    |G|² = (B |G_B|² - b |G_b|²) / (B - b),      tr(Σ) = (|G_b|² - |G_B|²) / (1/b - 1/B)
-
-The noise scale is B_noise = tr(Σ) / |G|², in examples. Each estimate is right on average, their ratio is not: take means
-over many steps first and divide last. Data parallelism measures both for nothing: |G_b|² on each rank before the
-all-reduce, |G_B|² after it.
-
-To reach a given loss with batch B takes S optimizer steps and E = B S examples:
-
-    S = S_min (1 + B_noise / B),        E = E_min (1 + B / B_noise),        (S/S_min - 1)(E/E_min - 1) = 1
-
-A small batch wastes steps, a large one examples; at B = B_noise, the critical batch size, both are twice their minimum.
-Three rules for the learning rate when the batch grows from B to k B:
-
-    linear       k lr                          SGD far below B_noise   (Goyal et al. 2017)
-    square root  √k lr                         keeps the size of the noise in a step; usual for Adam
-    noise        lr_max / (1 + B_noise / B)    linear below B_noise, flat above it   (McCandlish et al. 2018)
+The noise scale is B_noise = tr(Σ) / |G|² in examples, from squared gradient norms at two batch sizes; each estimate is
+right on average and their ratio is not, so means over many steps come first. Batch B takes S_min (1 + B_noise / B) steps
+and E_min (1 + B / B_noise) examples to a given loss. In the three rules `lr` suits `batch`, both in examples.
 
 Papers: McCandlish et al. 2018 (1812.06162), section 2 and appendix A.1; Goyal et al. 2017 (1706.02677), section 2.
 """
@@ -40,7 +24,6 @@ class NoiseScale:
         signal: |G|², the squared norm of the true gradient; noise can make the estimate negative.
         noise: tr(Σ), the variance of one example's gradient, summed over the parameters.
         spread: Standard error of the noise scale in examples, by leaving out one step at a time.
-        steps: Pairs of norms that went in.
     """
 
     signal: float
@@ -127,37 +110,19 @@ def step_gain(batch: float, *, noise_scale: float) -> float:
 
 
 def linear_rule(lr: float, batch: float, new_batch: float) -> float:
-    """Return the learning rate times k when the batch grows k times.
-
-    Args:
-        lr: The rate that suits `batch`.
-        batch: Examples in a step that `lr` was found with.
-        new_batch: Examples in a step from now on.
-    """
+    """Return the learning rate times k when the batch grows k times."""
     _positive(lr=lr, batch=batch, new_batch=new_batch)
     return lr * new_batch / batch
 
 
 def sqrt_rule(lr: float, batch: float, new_batch: float) -> float:
-    """Return the learning rate times √k when the batch grows k times.
-
-    Args:
-        lr: The rate that suits `batch`.
-        batch: Examples in a step that `lr` was found with.
-        new_batch: Examples in a step from now on.
-    """
+    """Return the learning rate times √k when the batch grows k times."""
     _positive(lr=lr, batch=batch, new_batch=new_batch)
     return lr * sqrt(new_batch / batch)
 
 
 def noise_rule(lr: float, batch: float, new_batch: float, *, noise_scale: float) -> float:
-    """Return the learning rate lr_max / (1 + B_noise / B), with lr_max such that `lr` suits `batch`.
-
-    Args:
-        lr: The rate that suits `batch`.
-        batch: Examples in a step that `lr` was found with.
-        new_batch: Examples in a step from now on.
-    """
+    """Return the learning rate lr_max / (1 + B_noise / B), with lr_max such that `lr` suits `batch`."""
     _positive(lr=lr)
     return lr * step_gain(new_batch, noise_scale=noise_scale) / step_gain(batch, noise_scale=noise_scale)
 
@@ -169,8 +134,6 @@ def cosine_lr(step: int, *, peak: float, steps: int, warmup: int = 0, floor: flo
     the end of the warm-up to 1 at the last step (Loshchilov and Hutter, arXiv 1608.03983, without restarts).
 
     Args:
-        step: Number of the step that is taken, from 1.
-        peak: Highest rate, reached by step `warmup`.
         steps: Steps of the schedule; later ones stay at the floor.
         warmup: Steps of the warm-up; 0 begins at the peak.
     """
@@ -194,7 +157,6 @@ def shuffled_place(place: int, count: int, *, seed: int = 0) -> int:
 
     Args:
         place: From 0 on, over all epochs; each epoch has an order of its own.
-        seed: Of the run.
     """
     if count < 1 or place < 0:
         raise ValueError(f"count={count} must be at least 1 and place={place} at least 0")

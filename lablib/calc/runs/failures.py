@@ -1,19 +1,12 @@
-"""How often to checkpoint, what failures cost, and a published log of them.
+"""How often to checkpoint, what failures cost, and a published log of them. Chapter 11.
 
     log = LLAMA3_FAILURES
     log.mtbf_on(1024) / 3600                         # hours between two failures, on fewer such GPUs
     best_interval(cost=10, mtbf=log.mtbf)            # seconds of work between two checkpoints
     lost_time(600, cost=10, mtbf=log.mtbf, restart=300)
 
-One failure ends a synchronous job on all its ranks, and what was done since the last checkpoint is done again. So rare
-checkpoints lose work, and frequent ones lose the time that writing takes. Failures come from many independent parts:
-without memory, at a rate of one per `mtbf` seconds, also while the job writes or restarts.
-
-With M the mean time between failures, δ the cost of a checkpoint, R of a restart and τ the work between checkpoints:
-
-    Young 1974:           τ = sqrt(2 δ M)
-    Daly 2006, for δ<2M:  τ = sqrt(2 δ M) · (1 + sqrt(δ/2M)/3 + (δ/2M)/9) - δ
-    exactly:              1 - τ/M = exp(-(τ + δ)/M)
+All in seconds: M, `mtbf`, the mean between two failures of the job, which come without memory, also while it writes or
+restarts; δ, `cost`, that training stands still for one checkpoint; τ, `interval`, of work between two checkpoints.
 """
 
 from __future__ import annotations
@@ -26,13 +19,6 @@ from dataclasses import dataclass
 def young_interval(cost: float, mtbf: float) -> float:
     """Return Young's interval, the first order: sqrt(2 δ M).
 
-    Args:
-        cost: Seconds that training stands still for one checkpoint, δ.
-        mtbf: Mean seconds between two failures of the job, M.
-
-    Returns:
-        Seconds of work between two checkpoints.
-
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
     _check(cost=cost, mtbf=mtbf)
@@ -40,13 +26,7 @@ def young_interval(cost: float, mtbf: float) -> float:
 
 
 def daly_interval(cost: float, mtbf: float) -> float:
-    """Return Daly's interval of higher order; the work alone, without the checkpoint.
-
-    Args:
-        mtbf: Mean seconds between two failures, M.
-
-    Returns:
-        Seconds of work between two checkpoints; M itself where δ is 2M or more.
+    """Return Daly's interval of higher order, the work alone: sqrt(2 δ M) · (1 + sqrt(δ/2M)/3 + (δ/2M)/9) - δ; M from δ = 2M on.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22(3), 2006.
@@ -59,17 +39,7 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Return the interval that makes `wall_time` smallest, to the precision of a float.
-
-    The derivative of the wall time is zero where 1 - x = exp(-x - δ/M), with x = τ/M. The restart is not in it:
-    it takes the same time however often you checkpoint.
-
-    Args:
-        mtbf: Mean seconds between two failures, M.
-
-    Returns:
-        Seconds of work between two checkpoints.
-    """
+    """Return the interval that makes `wall_time` smallest, where 1 - τ/M = exp(-(τ + δ)/M); the restart is not in it."""
     _check(cost=cost, mtbf=mtbf)
     low, high = 0.0, 1.0  # 1 - x - exp(-x - d) is positive at 0, negative at 1, and falls in between
     for _ in range(200):
@@ -82,12 +52,7 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
-    """
+    """Return the lost time per second of work to first order: δ/τ + τ/2M + R/M."""
     _check(interval=interval, cost=cost, mtbf=mtbf)
     return cost / interval + interval / (2 * mtbf) + restart / mtbf
 
@@ -97,9 +62,6 @@ def wall_time(work: float, interval: float, *, cost: float, mtbf: float, restart
 
     For each interval M · exp(R/M) · (exp((τ+δ)/M) - 1): Daly's complete model, which is exact for failures without
     memory, those during a checkpoint or a restart included.
-
-    Args:
-        mtbf: Mean seconds between two failures, M.
     """
     _check(work=work, interval=interval, cost=cost, mtbf=mtbf)
     if restart < 0:
@@ -138,15 +100,7 @@ class LostTime:
 
 
 def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0) -> LostTime:
-    """Return where the time goes.
-
-    Failures come at 1/M all the time, so there are T/M of them in a wall time T. Each is followed by a restart,
-    of which another failure leaves M(1 - exp(-R/M)) on average. Rework is what remains.
-
-    Args:
-        interval: Seconds of work between two checkpoints, τ.
-        mtbf: Mean seconds between two failures, M.
-    """
+    """Return where the time goes: T/M failures in a wall time T, each followed by a restart, and rework is what remains."""
     total = wall_time(interval, interval, cost=cost, mtbf=mtbf, restart=restart)
     useful, checkpoint = interval / total, cost / total
     restarting = -math.expm1(-restart / mtbf)
@@ -174,7 +128,6 @@ class Cause:
     """One row of a failure log.
 
     Attributes:
-        category: What it is part of.
         printed: The share in percent that the source prints, or None.
     """
 
@@ -186,12 +139,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class FailureLog:
-    """The interruptions of one job.
-
-    Attributes:
-        gpus: GPUs that it ran on; one of them failing stops all.
-        planned: Interruptions that were planned, such as maintenance and new code.
-    """
+    """The interruptions of one job."""
 
     name: str
     gpus: int

@@ -1,4 +1,4 @@
-"""The study of a cluster of two hosts as rows, each with a prediction beside the measurement.
+"""The study of a cluster of two hosts as rows, each with a prediction beside the measurement. Chapter 10.
 
 `labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
 of one repetition each, taken from the slowest rank. A sample knows its conditions:
@@ -11,20 +11,8 @@ of one repetition each, taken from the slowest rank. A sample knows its conditio
                   bytes_across; "alone" and "compute" also have forward and backward
     "placement"   rate, layout, bytes_across (leaving a host in a step, counted by the ranks)
 
-A rate is text, such as "500 Mb/s", or None for a link that is not throttled.
-
-DDP: a flat ring crosses the link once in each direction, so the link's bandwidth is the ring's; a hierarchical
-all-reduce sends 2(m-1)/m · S over it for m hosts. Weak scaling efficiency is T_1/T_n, with T_1 a step without
-communication on one rank while the others take theirs, because here they share one machine's processors.
-
-Placement: two axes of two ranks, of which one must cross the link (`layout_bytes`). G are the bytes of all gradients,
-B the sequences of all ranks together, h the width, L the blocks:
-
-    layout                what crosses          bytes that leave a host in one step
-    tp inside, dp across  gradients             2 ranks · all-reduce of G/2 between 2         G
-    pp across, dp inside  activations           2 ranks · what a boundary sends              B·S·h·bytes
-    tp across, dp inside  a block's sums        2 ranks · (4 all-reduces a block and a few)  (4·L + 2)·B·S·h·bytes
-    dp over all           gradients             a ring of 4                                  1.5·G
+A rate is text, such as "500 Mb/s", or None for a link that is not throttled. Weak scaling efficiency is T_1/T_n, with T_1 a
+step without communication on one rank while the others take theirs, because here they share one machine's processors.
 
 Read `StudySettings` first, then `two_hosts`.
 """
@@ -63,10 +51,6 @@ class StudySettings:
         ddp_rates: Links for DDP, next to one that is not throttled.
         savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
         placement_rate: The link on which layouts are compared.
-        bucket_bytes: When a bucket of DDP is full.
-        micro_batches: What one accumulated step holds.
-        hidden: Width of the transformer that is placed.
-        batch: Sequences of all ranks together.
     """
 
     link_rate: str = "500 Mb/s"
@@ -96,11 +80,7 @@ STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", 
 
 
 def link_bandwidth(rate: str | None) -> float:
-    """Return the bytes of data per second that TCP carries over a link; infinite if it is not throttled.
-
-    Args:
-        rate: As "500 Mb/s".
-    """
+    """Return the bytes of data per second that TCP carries over a link; infinite if it is not throttled."""
     return math.inf if rate is None else tcp_bandwidth(parse_bandwidth(rate))
 
 
@@ -125,9 +105,6 @@ class LinkFit:
     """Latency and bandwidth between two ranks, from exchanges of many sizes.
 
     Attributes:
-        line: The fitted t = α + S/W.
-        sizes: S of each point in bytes.
-        medians: The time of each in seconds.
         predicted_bandwidth: What TCP can carry on a link of this rate, bytes per second; infinite inside.
     """
 
@@ -209,9 +186,6 @@ def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: b
     """Return the size in bytes from which `long` is the faster of two algorithms, None if it never is.
 
     Between two measured sizes it is where the ratio of the times passes 1, on scales that count factors.
-
-    Args:
-        long: The one with fewer bytes over the link.
     """
     times = {(row.algorithm, row.bytes): row.measured if measured else row.predicted for row in rows}
     sizes = sorted(size for name, size in times if name == long and (short, size) in times)
@@ -230,8 +204,6 @@ class ScalingRow:
     """DDP at one rate of the link.
 
     Attributes:
-        rate: As text, or None if not throttled; the prediction is then what a link without cost would give.
-        bytes_across: Bytes that leave a host in a step.
         compute: Seconds of a step without communication, by which an efficiency divides.
     """
 
@@ -263,7 +235,6 @@ class SavingsRow:
     """One way to spend less on communication, at one rate; seconds are of one micro-batch.
 
     Attributes:
-        variant: One of `STUDY_VARIANTS`.
         bytes_across: Bytes that leave a host for each micro-batch.
         bought: The measured time of "buckets" over this one's; above 1 it is faster.
     """
@@ -334,7 +305,6 @@ class PlacementRow:
         link_seconds: What those bytes take at least, bytes_across / W; 0 on a link that is not throttled.
         predicted: link_seconds and the step's time on the link that is not throttled, one after the other. What
             overlaps makes the step shorter, but never shorter than link_seconds.
-        loss: Of the last step; the same for all layouts.
     """
 
     layout: str
@@ -350,12 +320,6 @@ class PlacementRow:
 
 def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, bytes_per_value: int = 4) -> float:
     """Return the bytes that leave the busier host in one training step, on two hosts of two ranks.
-
-    Args:
-        layout: One of `STUDY_LAYOUTS`.
-        config: A dense model without tied embeddings.
-        batch: B, sequences of all ranks together.
-        bytes_per_value: 4 for fp32.
 
     Raises:
         ValueError: If the layout is unknown, or the model's embeddings are tied, which a pipeline would send too.

@@ -131,10 +131,7 @@ class Expectation:
     Attributes:
         one: Seconds of a step on one of its GPUs.
         seconds: Seconds of a step on all of them, with the same batch per GPU.
-        mfu: 0 to 1.
         bandwidth: Bytes per second of one GPU to the others, per direction, as the table has it.
-        link: Name of that link.
-        like: Measured runs like this one, and how wrong predictions of them were.
     """
 
     machine: Machine
@@ -158,15 +155,9 @@ class Expectation:
 
 
 def expect_step(machine: Machine, *, model: str = "gpt2", seq: int = 1024, batch: int = 8) -> Expectation:
-    """Predict a step of FSDP (ZeRO-3) on a machine and on one of its GPUs, with the same batch per GPU.
+    """Predict a step of FSDP (ZeRO-3) on the GPUs of one node and on one of them, with the same batch per GPU.
 
-    The prediction takes the link's line rate times the planner's fitted share, and kernels that run one by one, as the
-    course's own model has them. It knows nothing of a virtual machine without peer access: `rung doctor --gpu` measures.
-
-    Args:
-        machine: Its GPUs are in one node.
-        model: A name from `rung models`.
-        batch: Sequences of a step on one GPU.
+    It knows nothing of a virtual machine without peer access: `rung doctor --gpu` measures.
     """
     n = machine.gpus
     common = {

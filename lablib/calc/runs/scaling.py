@@ -36,10 +36,7 @@ class ScalingLoss:
     """The loss of efficiency of a step on n ranks, by part.
 
     Attributes:
-        ranks: n.
-        scaling: "weak" or "strong".
         seconds: T, of the step on n ranks.
-        ideal: Seconds that it would take without loss.
         parts: Seconds by `PARTS`; they add up to seconds - ideal.
     """
 
@@ -91,7 +88,6 @@ def scaling_loss(one: Sequence[Sequence[Phases]], many: Sequence[Sequence[Phases
     Args:
         one: Steps of the run on one rank, warm-up dropped: for each step a list with the phases of that rank.
         many: Steps of the run on n ranks: for each step the phases of every rank.
-        scaling: "weak" (the batch of a rank is the same) or "strong" (the global batch is).
     """
     for name, steps in (("one", one), ("many", many)):
         if not steps or len({len(step) for step in steps}) != 1:
@@ -161,16 +157,13 @@ def predicted_step(
 ) -> dict[str, float]:
     """Predict a step of fully sharded data parallelism from what one rank measured and what its link carries.
 
-    Weights are gathered before forward and again before backward, gradients scattered behind backward; each moves
-    (n-1)/n of its bytes. Hidden behind computation, only what is longer than it is exposed, and a hidden second still
-    costs its share, as in `lablib.calc.layouts.planner.time`. On CPU ranks nothing is hidden: the cores compute and send.
+    Weights are gathered before forward and before backward, gradients scattered behind backward, (n-1)/n of their bytes each.
+    On CPU ranks nothing is hidden: the cores compute and send.
 
     Args:
-        forward: Seconds of the forward passes of a step on a rank, without communication.
-        backward: The same of the backward passes.
+        forward: Seconds of the forward passes of a step on a rank, without communication; `backward` likewise.
         gather_bytes: Bytes of all weights as they are gathered, once.
         scatter_bytes: Bytes of all gradients as they are reduced.
-        bandwidth: Bytes per second of a rank, per direction.
         still_costs: Seconds that a hidden second costs.
 
     Returns:

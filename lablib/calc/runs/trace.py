@@ -38,10 +38,7 @@ class Event(NamedTuple):
     """One thing that a rank did.
 
     Attributes:
-        kind: One of `KINDS`.
-        name: As the profiler has it.
         start: Seconds; from the first event of all ranks once they are merged.
-        lane: Thread or stream, as text.
     """
 
     rank: int
@@ -71,7 +68,6 @@ def parse_trace(source: str | Path | dict[str, Any], rank: int | None = None) ->
 
     Args:
         source: The path of a JSON file that `torch.profiler` wrote, or its content.
-        rank: Which rank's; by default the trace's own word for it.
 
     Raises:
         ValueError: If it is no such trace, or does not say its rank and none is given.
@@ -114,13 +110,11 @@ def _kind(category: str, name: str, device: bool) -> str | None:
 
 
 def merge_traces(traces: Sequence[Trace], align: str | None = None) -> list[Event]:
-    """Return the events of all ranks on one clock that starts at 0 with the first of them.
-
-    Ranks of one machine have one clock. Those of several machines do not: name something that all of them begin at
-    the same time, right after a barrier, and it is put at the same place for all.
+    """Return the events of all ranks on one clock, in seconds from the first of them.
 
     Args:
-        align: The name of an annotation, whose first start on every rank is the same instant; None trusts the clocks.
+        align: The name of an annotation whose first start is the same instant on every rank, right after a barrier: ranks of
+            several machines have no common clock. None trusts the clocks.
 
     Raises:
         ValueError: If there is no event, two traces are of one rank, or an annotation is missing on a rank.
@@ -167,7 +161,6 @@ def split_time(events: Iterable[Event], window: Interval | None = None) -> dict[
     """Return where the time of every rank went.
 
     Args:
-        events: Of any number of ranks, on one clock.
         window: From when to when, in seconds; by default from the first computation or communication of any rank to
             the last.
     """
@@ -195,11 +188,7 @@ def split_time(events: Iterable[Event], window: Interval | None = None) -> dict[
 
 
 def annotated_window(events: Iterable[Event], name: str) -> Interval:
-    """Return from when the first rank begins something named until the last one ends it.
-
-    Args:
-        name: Of an annotation, such as "step".
-    """
+    """Return from when the first rank begins something named until the last one ends it."""
     spans = [(event.start, event.end) for event in events if event.kind == "annotation" and event.name == name]
     if not spans:
         raise ValueError(f"no rank has an annotation {name!r}")

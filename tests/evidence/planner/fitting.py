@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from lablib.calc.layouts.planner import FITTED, Fitted, Job, Run, run_choices, step_time, workload_of_run
+from lablib.calc.layouts.planner import FITTED, Fitted, Run, StepWork, run_choices, step_time, workload_of_run
 from tests.evidence.planner.runs import is_fitted
 
 MOST = 40
@@ -54,7 +54,7 @@ class Row:
     """
 
     run: Run
-    jobs: tuple[tuple[Job, float], ...]
+    jobs: tuple[tuple[StepWork, float], ...]
 
     def log_ratio(self, fitted: Fitted) -> float:
         """Return the logarithm of predicted over measured, of the choice that is fastest."""

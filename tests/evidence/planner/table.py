@@ -97,7 +97,7 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
 
 
 def short_form(table: dict[str, Any]) -> list[list[object]]:
-    """Return the rows as the planner's answers need them; see `lablib.calc.layouts.planner.likeness`."""
+    """Return the rows as the planner's answers need them; see `lablib.calc.layouts.planner.like_this`."""
     return [[row[name] for name in LIKE_THIS] for row in table["rows"]]
 
 

@@ -4,7 +4,7 @@
     print(export_layout(job, "megatron"))
 
     job           what is exported, and how it was counted
-    frameworks    the four, by name
+    frameworks    the four, by name, and what a plan for one of them counts
     torchtitan    a Python configuration
     megatron      arguments of pretrain_gpt.py
     accelerate    YAML
@@ -17,7 +17,7 @@ that version is installed, and holds the recorded files to what is written today
 Read `job` first, then `megatron`.
 """
 
-from lablib.calc.layouts.export.frameworks import EXPORTERS, export_layout
+from lablib.calc.layouts.export.frameworks import COUNTED, EXPORTERS, counting_for, export_layout
 from lablib.calc.layouts.export.job import ExportJob, export_job
 
-__all__ = ["EXPORTERS", "ExportJob", "export_job", "export_layout"]
+__all__ = ["COUNTED", "EXPORTERS", "ExportJob", "counting_for", "export_job", "export_layout"]

@@ -18,9 +18,7 @@ class ExportJob:
     """A layout that was checked, and what it trains.
 
     Attributes:
-        sequence_parallel: Whether tp splits norms and residuals too.
         recipe: Dtypes that were counted; None means those that the framework trains in by itself.
-        attention: "fused" or "plain".
     """
 
     model: ModelConfig
@@ -79,10 +77,7 @@ def export_job(
     """Return a job whose factors were checked.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
-        sequence_parallel: Whether tp splits norms and residuals too.
         recipe: Name of the dtypes that were counted; None means those that the framework trains in by itself.
-        attention: "fused" or "plain".
     """
     config = resolve_model(model)
     check_layout(
@@ -120,7 +115,6 @@ class Exporter:
     """One framework.
 
     Attributes:
-        text: The job as text that the framework reads.
         recipe: The dtypes that it trains in by itself.
         proven: The package and version whose parser has read what is written here.
     """

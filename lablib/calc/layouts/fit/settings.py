@@ -1,15 +1,13 @@
 """A training run on N GPUs of one type: how many bytes a rank of it needs, and how long a step takes.
 
-    have = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
-    have.memory, have.budget, have.verdict.word
+    spec = setup("llama-3-70b", gpu="h100", gpus=16, seq=8192)
+    spec.memory, spec.budget, spec.verdict.word
 
-What is compared with a GPU is the peak of `memory_timeline`, which walks through the step. The budget is what CUDA gives
-out less its context and a reserve; a run that is above the budget and not above what CUDA gives out is tight, and is
-treated here as one that does not fit.
+What is compared with a GPU is the peak of `memory_timeline`; the budget is what CUDA gives out less its context and a
+reserve. A run above the budget counts as one that does not fit, though it may be tight.
 
-The step is the planner's, for the same sequences in every step and with the kernels of the implementation. What the
-planner does not know is added: states on the CPU cross the host link twice and are updated there, at no more than the
-host link's rate, and nothing hides either. LoRA is timed as if all weights were trained, an upper bound.
+The step is the planner's, with the kernels of the implementation. States on the CPU add both crossings of the host link
+and the update there. LoRA is timed as if all weights were trained, an upper bound.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from os import PathLike
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
 from lablib.calc.layouts.planner import (
+    FIELDS,
     FRAMEWORKS,
-    Cluster,
-    Framework,
     Layout,
     Likeness,
     Workload,
@@ -48,18 +45,16 @@ from lablib.calc.memory import (
 from lablib.calc.memory.timeline import STEPS, memory_peak
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
-from lablib.calc.precision import Recipe
 from lablib.calc.schedules import layers_per_stage
 from lablib.calc.units import GB, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class RunSpec:
     """A run, the GPU that it should fit on, and the bytes to keep free there.
 
     Attributes:
         run: The checked settings; their dp, cp, tp and pp multiply to the GPUs.
-        gpus_per_node: GPUs that the scale-up link connects.
         reserve: Bytes of a GPU that the run should leave.
         step: How the optimizer runs, for `memory_timeline`.
         nic: Link, or bytes per second, of one GPU out of its node; None means what the planner assumes.
@@ -115,7 +110,7 @@ class Setup:
         """Return the arguments of `training_memory` that this run stands for, the model among them."""
         return {field.name: getattr(self.run, field.name) for field in fields(self.run)}
 
-    def having(self, **changes: object) -> Setup:
+    def replace(self, **changes: object) -> RunSpec:
         """Return the setup with other arguments of `training_memory`, or another `step`.
 
         The layers of each stage were given for these stages; others get as many each.
@@ -127,8 +122,26 @@ class Setup:
             changes.setdefault("layers_per_stage", None)
         return replace(self, run=replace(self.run, **changes), step=step)
 
+    def links(self) -> tuple[str, dict[str, object]]:
+        """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
+        try:
+            load, layout = _planned(self)
+            load.step_work(layout)  # a GPU without a figure for these dtypes has no times either
+        except ValueError as error:
+            return f"No times: {error}", {}
+        return load.cluster.links_text(), load.cluster.links()
 
-Model = ModelConfig | str | PathLike | Setup
+    def likeness(self) -> Likeness:
+        """Return the measured runs like this one, and how wrong their predicted times were."""
+        return like_this(*_planned(self))
+
+    @property
+    def counted(self) -> str:
+        """In words, which number of the calculator is compared with the GPU's memory."""
+        return f"the peak of memory_timeline, {self.step} optimizer step"
+
+
+Model = ModelConfig | str | PathLike | RunSpec
 
 
 def setup(
@@ -142,14 +155,11 @@ def setup(
     nic: str | float | None = None,
     intra: str | float | None = None,
     **settings: object,
-) -> Setup:
+) -> RunSpec:
     """Return a checked run on so many GPUs.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
         gpus: GPUs in all; None means what dp, tp, cp and pp multiply to. dp is what the other three leave.
-        gpus_per_node: GPUs that the scale-up link connects; None means the accelerator's own.
-        reserve: Bytes of a GPU that are kept free.
         step: How the optimizer runs, where a timeline is walked through: "foreach", "for-loop" or "fused".
         nic: Link, or its rate ("40 GB/s", or bytes per second), of one GPU out of its node; it ranks changes and decides about no memory.
         **settings: Arguments of `training_memory`, all but `stage`.
@@ -182,7 +192,7 @@ def setup(
         run = run_config(model, **settings | {"dp": gpus // width})
     if gpus is not None and run.ranks != gpus:
         raise ValueError(f"dp={run.dp} x tp={run.tp} x cp={run.cp} x pp={run.pp} = {run.ranks} ranks, but gpus={gpus}")
-    found = Setup(
+    found = RunSpec(
         run=run, gpu=card, gpus_per_node=node, reserve=reserve, step=step, nic=nic, intra=intra, given=given
     )  # fmt: skip
     check_nodes(found.gpus, node)
@@ -190,18 +200,13 @@ def setup(
     return found
 
 
-def as_setup(model: Model, settings: dict[str, object]) -> Setup:
-    """Return the Setup that was given, or make one."""
-    if not isinstance(model, Setup):
+def as_spec(model: Model, settings: dict[str, object]) -> RunSpec:
+    """Return the RunSpec that was given, or make one."""
+    if not isinstance(model, RunSpec):
         return setup(model, **settings)
     if settings:
-        raise ValueError(f"a Setup has all settings: leave out {', '.join(settings)}")
+        raise ValueError(f"a RunSpec has all settings: leave out {', '.join(settings)}")
     return model
-
-
-def counted(have: Setup) -> str:
-    """Return in words which number of the calculator is compared with the GPU's memory."""
-    return f"the peak of memory_timeline, {have.step} optimizer step"
 
 
 def size(n: float) -> str:
@@ -258,13 +263,13 @@ def _model_params(
     return every, adapters
 
 
-def host_bytes(have: Setup) -> float:
+def host_bytes(spec: RunSpec) -> float:
     """Return the bytes that cross between a rank's GPU and the CPU in a step, both ways together.
 
     Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
     backward; offloaded gradients go down in every micro-batch.
     """
-    run, m = have.run, have.micro_batches
+    run, m = spec.run, spec.micro_batches
     every, trained = rank_params(run)
     ranks = run.dp * run.cp
     own = trained / (ranks if run.zero else 1)
@@ -278,66 +283,41 @@ def host_bytes(have: Setup) -> float:
     }[run.offload]
 
 
-def host_seconds(have: Setup) -> float:
+def host_seconds(spec: RunSpec) -> float:
     """Return the seconds that offload adds to a step if nothing hides them: the link, and AdamW on the CPU.
 
     The CPU's memory is taken to serve one rank at the rate of its host link, which is about what a node's channels give
     each of its GPUs. ValueError if something is offloaded and the GPU has no host link in the table.
     """
-    run = have.run
+    run = spec.run
     if run.offload == "none":
         return 0.0
-    if have.gpu.host is None:
-        raise ValueError(f"offload={run.offload!r}: {have.gpu.name} has no link to the CPU in the table")
+    if spec.gpu.host is None:
+        raise ValueError(f"offload={run.offload!r}: {spec.gpu.name} has no link to the CPU in the table")
     own = rank_params(run)[1] / (run.dp * run.cp if run.zero else 1)
-    return (host_bytes(have) + CPU_ADAM_BYTES * own) / LINKS[have.gpu.host].bandwidth
+    return (host_bytes(spec) + CPU_ADAM_BYTES * own) / LINKS[spec.gpu.host].bandwidth
 
 
-def _job(have: Setup) -> tuple[Workload, Layout]:
+def _planned(spec: RunSpec) -> tuple[Workload, Layout]:
     """The run as the planner has it."""
-    run = have.run
-    layout = Layout(
-        tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=run.zero, micro_batch=run.micro_batch,
-        recompute=run.recompute, schedule=run.schedule, virtual_stages=run.virtual_stages, etp=run.etp,
-    )  # fmt: skip
+    run = spec.run
     if run.layers_per_stage is not None:
         given, own = list(run.layers_per_stage), layers_per_stage(run.model.num_layers, run.pp, run.virtual_stages)
         if given != own:
             raise ValueError(f"layers_per_stage={given}: the planner times its own cut alone, {own}")
-    machine = _cluster(have)
-    load = _workload(
-        run.model, machine, run.seq, have.sequences, run.recipe, run.attention, run.sequence_parallel,
-        FRAMEWORKS[run.implementation], run.imbalance, run.cp_way,
-    )  # fmt: skip
-    return load, layout
+    return _workload(spec), Layout(**{name: getattr(run, name) for name in FIELDS})
 
 
-def step_seconds(have: Setup) -> float:
-    """Return the predicted seconds of a step of `have.sequences` sequences."""
-    load, layout = _job(have)
-    return sum(step_time(load.job(layout), load.rates()).values()) + host_seconds(have)
+def step_seconds(spec: RunSpec) -> float:
+    """Return the predicted seconds of a step of `spec.sequences` sequences."""
+    load, layout = _planned(spec)
+    return sum(step_time(load.step_work(layout), load.rates()).values()) + host_seconds(spec)
 
 
-def links_of(have: Setup) -> tuple[str, dict[str, object]]:
-    """Return the links that its times assume, as a sentence and by name; or why there are no times, and nothing."""
-    try:
-        load, layout = _job(have)
-        load.job(layout)  # a GPU without a figure for these dtypes has no times either
-        machine = load.cluster
-    except ValueError as error:
-        return f"No times: {error}", {}
-    return machine.links_text(), machine.links()
-
-
-def like_of(have: Setup) -> Likeness:
-    """Return the measured runs like this one, and how wrong their predicted times were."""
-    return like_this(*_job(have))
-
-
-def predicted_seconds(have: Setup) -> float | None:
+def predicted_seconds(spec: RunSpec) -> float | None:
     """Return `step_seconds`, or None where the planner has no answer."""
     try:
-        return step_seconds(have)
+        return step_seconds(spec)
     except ValueError:
         return None  # no link of this GPU in the table, or stages that the planner does not know
 
@@ -355,15 +335,15 @@ def state_bytes(run: RunConfig, params: int, ranks: int, zero: int) -> int:
     return weights + (others if run.offload == "none" else 0)
 
 
-def least_states(have: Setup) -> int:
+def least_states(spec: RunSpec) -> int:
     """Return bytes that some rank surely needs, which costs less to ask than the peak.
 
     Its states, if the stages were equal and gradients were gone; or the first stage's, with what forward keeps, which
     is all there when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
     """
-    run = have.run
+    run = spec.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if run.tuning != "full" or least > have.budget:
+    if run.tuning != "full" or least > spec.budget:
         return least
     return max(least, _first_stage(run))
 
@@ -375,36 +355,23 @@ def _first_stage(run: RunConfig) -> int:
     return memory.states - gradients + memory.activations
 
 
-def _cluster(have: Setup) -> Cluster:
-    # One GPU sends nothing: any rate will do where the table has no link.
-    alone = have.gpus == 1 and (have.gpu.scale_up or have.gpu.host) is None
-    intra = 1.0 if alone and have.intra is None else have.intra
-    return cluster(have.gpu, have.gpus, gpus_per_node=have.gpus_per_node, nic=have.nic, intra=intra)
-
-
 _WORKLOADS: dict[tuple, Workload] = {}
 
 
-def _workload(
-    model: ModelConfig,
-    machine: Cluster,
-    seq: int,
-    sequences: int,
-    dtypes: Recipe,
-    attention: str,
-    sequence_parallel: bool,
-    framework: Framework,
-    imbalance: float,
-    cp_way: str,
-) -> Workload:
+def _workload(spec: RunSpec) -> Workload:
     """Return a Workload that remembers what layouts share; only the last few are kept."""
-    key = (
-        model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic,
-        seq, sequences, dtypes, attention, sequence_parallel, framework, imbalance, cp_way,
+    run = spec.run
+    # One GPU sends nothing: any rate will do where the table has no link.
+    alone = spec.gpus == 1 and (spec.gpu.scale_up or spec.gpu.host) is None
+    intra = 1.0 if alone and spec.intra is None else spec.intra
+    machine = cluster(spec.gpu, spec.gpus, gpus_per_node=spec.gpus_per_node, nic=spec.nic, intra=intra)
+    how = (
+        run.seq, spec.sequences, run.recipe, run.attention, run.sequence_parallel, FRAMEWORKS[run.implementation],
+        run.imbalance, run.cp_way,
     )  # fmt: skip
+    key = run.model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic, *how
     if key not in _WORKLOADS:
         if len(_WORKLOADS) >= 8:
             _WORKLOADS.clear()
-        how = attention, sequence_parallel, framework, imbalance, cp_way
-        _WORKLOADS[key] = Workload(model, machine, seq, sequences, dtypes, *how)
+        _WORKLOADS[key] = Workload(run.model, machine, *how)
     return _WORKLOADS[key]

@@ -9,27 +9,24 @@
     peak          the same at its fullest, as the memory calculator counts an implementation
     candidates    layouts by time, each judged by its peak before it is named
     search        `plan`
-    assumptions   what a layout's prediction takes for granted, and what is refused
-    likeness      how wrong the times were on measured runs like this one
-    explain       the answer in sentences, and where published layouts land in it
-    calibration   published runs as jobs, and what is predicted for them
+    explain       the answer in sentences, and what it takes for granted
+    calibration   published runs as jobs, what is predicted for them, and errors on measured runs like this one
 
 Read `search` first, then `time`. Chapter 07.
 """
 
-from lablib.calc.layouts.planner.assumptions import (
-    expert_limits,
-    missing_units,
-    model_limits,
-    not_modelled,
-    refuse_unmodelled,
-)
 from lablib.calc.layouts.planner.calibration import (
+    LIKE_THIS,
     LLAMA3,
+    MEASURED,
     MEASURED_RUNS,
     NARAYANAN,
+    WORKED_EXAMPLES,
+    Likeness,
     Run,
     counted_flops,
+    counting_of_run,
+    like_this,
     megatron_gpt,
     narayanan,
     predict_run,
@@ -39,18 +36,19 @@ from lablib.calc.layouts.planner.calibration import (
 from lablib.calc.layouts.planner.candidates import Candidate
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
-    WORKED_EXAMPLES,
-    counting_of_run,
+    expert_limits,
+    missing_units,
+    model_limits,
+    not_modelled,
     plan_reasons,
     reason_against,
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, cluster
-from lablib.calc.layouts.planner.likeness import LIKE_THIS, MEASURED, Likeness, like_this
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import NEAREST, Plan, divisors, nothing_fits, plan
-from lablib.calc.layouts.planner.time import Job, MicroBatch, Workload, layer_work, pass_seconds, step_time
+from lablib.calc.layouts.planner.time import MicroBatch, StepWork, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
     "FIELDS",
@@ -70,13 +68,13 @@ __all__ = [
     "Counting",
     "Fitted",
     "Framework",
-    "Job",
     "Layout",
     "Likeness",
     "MicroBatch",
     "Plan",
     "Rates",
     "Run",
+    "StepWork",
     "Workload",
     "check_layout",
     "check_nodes",
@@ -102,7 +100,6 @@ __all__ = [
     "plan_reasons",
     "predict_run",
     "reason_against",
-    "refuse_unmodelled",
     "run_choices",
     "step_time",
     "workload_of_run",

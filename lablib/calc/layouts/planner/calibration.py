@@ -1,9 +1,11 @@
-"""Runs that papers published, each as the planner's own job, and what it predicts for them.
+"""Runs that papers published, each as the planner's own job, what it predicts for them, and how wrong it was on others.
 
     predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
+    like_this(load, layout).sentence          # "median 7%, worst 24% on 31 measured runs (A100, FSDP, 7B to 30B)"
 
 A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `tests/evidence/planner` has
-many more rows, fits the constants to them and judges them.
+many more rows, fits the constants to them, judges them and writes `measured.json`, which has `LIKE_THIS` as columns. Its
+ratios are predicted over measured seconds, by constants that never saw the row's source.
 
 - Narayanan et al. 2021 (arXiv 2104.04473), tables 1 and 2: A100 80 GB, DGX nodes with 8 HDR cards; activations are
   recomputed in full, and the printed rate counts that. Sequences of 2,048 tokens, vocabulary 51,200. The ZeRO-3 rows are
@@ -11,24 +13,29 @@ many more rows, fits the constants to them and judges them.
   last backward (`--overlap-grad-reduce` came in 2023).
 - Korthikanti et al. 2022 (arXiv 2205.05198), table 5: the same machines; iteration times with full recomputation, and
   with sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
-- Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens.
-  Gradients are counted with 2 bytes, although the paper reduces them in fp32: with 4 our count of its memory is above
-  the GPU's, since the first stage keeps 68 to 75 GB of activations.
+- Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens. Section 3.3.2
+  shards optimizer states and gradients and keeps the weights gathered after forward, which is ZeRO-2 here.
+  Gradients are counted with 2 bytes, although the paper reduces them in fp32.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from pathlib import Path
 
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner.layout import Layout, check_layout, cluster
-from lablib.calc.layouts.planner.memory import layout_memory
+from lablib.calc.layouts.planner.peak import Counting
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
-from lablib.calc.layouts.planner.time import Job, Workload, step_time
+from lablib.calc.layouts.planner.time import StepWork, Workload, step_time
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
+from lablib.calc.units import format_count
 
 NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473)"
 KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198)"
@@ -37,19 +44,11 @@ LLAMA3 = "Llama 3 (arXiv 2407.21783)"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One published row.
+    """One published row; what the paper does not print is None.
 
     Attributes:
         tflops: Published TFLOP/s per device.
         counts: What that rate counts: "hardware" (recomputation too) or "model".
-        zero: ZeRO stage, or None if it is not plain which one: Llama 3 shards optimizer and gradients, and how often
-            it scatters gradients is not printed.
-        recompute: Recomputation, or None if not printed.
-        micro_batch: Sequences of a micro-batch, or None if not printed.
-        virtual_stages: Chunks in a stage, or None if not printed.
-        sequence_parallel: Whether tp splits norms too.
-        attention: "plain" or "fused".
-        framework: Kernels and what hides; see `Framework`.
         nic: Bytes per second of one device out of its node, or None for the usual network card.
         rails: Whether a group uses all its network cards in a node together; see `Cluster`.
     """
@@ -190,8 +189,9 @@ def _llama3(gpus: int, cp: int, seq: int, batch: int, tflops: float, recompute: 
         global_batch=batch,
         tflops=tflops,
         counts="model",
-        zero=None,
+        zero=2,
         recompute=recompute,
+        micro_batch=1,
         sequence_parallel=True,
         attention="fused",
         framework=Framework(
@@ -228,17 +228,13 @@ class Prediction:
     """A published row beside what the planner makes of it.
 
     Attributes:
-        layout: The layout, with what the paper leaves out chosen.
         tflops: Predicted TFLOP/s per device, counted as the paper counts.
-        seconds: Predicted seconds of a step, by part.
-        memory: Bytes of a rank by term.
     """
 
     run: Run
     layout: Layout
     tflops: float
     seconds: dict[str, float]
-    memory: dict[str, int]
 
     @property
     def error(self) -> float:
@@ -264,7 +260,7 @@ def workload_of_run(run: Run) -> Workload:
     )
 
 
-def run_choices(run: Run) -> list[tuple[Layout, Job, float]]:
+def run_choices(run: Run) -> list[tuple[Layout, StepWork, float]]:
     """Return the layouts that a row may mean, each as work and with the FLOPs that its paper would count for a device.
 
     Memory is not checked: the layout of a paper did fit.
@@ -288,7 +284,7 @@ def run_choices(run: Run) -> list[tuple[Layout, Job, float]]:
         except ValueError:
             continue
         flops = counted_flops(run, again) / run.gpus
-        found.append((layout, load.job(layout), flops))
+        found.append((layout, load.step_work(layout), flops))
     return found
 
 
@@ -316,4 +312,113 @@ def predict_run(run: Run, fitted: Fitted = FITTED) -> Prediction:
     timed = [(flops / sum(step_time(job, rates).values()), i) for i, (_, job, flops) in enumerate(options)]
     speed, i = max(timed)
     layout, job, _ = options[i]
-    return Prediction(run, layout, speed / 1e12, step_time(job, rates), layout_memory(load, layout))
+    return Prediction(run, layout, speed / 1e12, step_time(job, rates))
+
+
+#: Layouts as their papers print them, by preset, with devices per node, sequence and batch: worked examples. Llama 3:
+#: table 4, second row; its chunks are ours. DeepSeek-V3 (arXiv 2412.19437), section 3.2: 2,048 GPUs, 16 stages, experts
+#: over 8 nodes, ZeRO-1 and no tensor parallelism; schedule (theirs is DualPipe), recomputation and batch are ours.
+WORKED_EXAMPLES = {
+    "llama-3.1-405b": (
+        Layout(tp=8, pp=16, dp=128, zero=2, schedule="interleaved", virtual_stages=8),
+        {"gpus_per_node": 8, "seq": 8192, "global_batch": 2048},
+    ),
+    "deepseek-v3": (
+        Layout(ep=64, pp=16, dp=128, zero=1, recompute="full"),
+        {"gpus_per_node": 8, "seq": 4096, "global_batch": 15360},
+    ),
+}
+
+
+def counting_of_run(run: Run, zero: int | None = None) -> Counting:
+    """Return whose memory a published row's job has: Megatron-LM's, or with ZeRO 2 and 3 that of the papers' kernels."""
+    implementation = "paper" if ((run.zero if zero is None else zero) or 0) > 1 else "megatron"
+    return Counting(implementation=implementation, recipe=run.recipe, step="fused")
+
+
+# How wrong predictions of measured runs were
+
+MEASURED = Path(__file__).with_name("measured.json")
+LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
+
+#: GPUs that rows were measured on, by generation.
+CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
+MIN_ROWS = 5
+MAX_SIZE_RATIO = 3  # times smaller or larger
+MAX_LENGTH_RATIO = 2  # times shorter or longer
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Measured runs like one, and how wrong predictions of them were.
+
+    Attributes:
+        ratios: Predicted over measured seconds of a step.
+        what: What the runs have in common, and their range of sizes.
+    """
+
+    ratios: tuple[float, ...]
+    what: str
+
+    @property
+    def median(self) -> float | None:
+        """Median error; None without runs."""
+        return statistics.median(abs(ratio - 1) for ratio in self.ratios) if self.ratios else None
+
+    @property
+    def worst(self) -> float | None:
+        """Largest error; None without runs."""
+        return max((abs(ratio - 1) for ratio in self.ratios), default=None)
+
+    @property
+    def sentence(self) -> str:
+        """The errors in words."""
+        if not self.ratios:
+            return f"no measured run is like this ({self.what})"
+        many = f"{len(self.ratios)} measured run{'s' if len(self.ratios) > 1 else ''}"
+        return f"median {self.median:.0%}, worst {self.worst:.0%} on {many} ({self.what})"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as plain numbers: median and worst error as shares, and how many runs."""
+        return {"median": self.median, "worst": self.worst, "runs": len(self.ratios), "like": self.what}
+
+
+@cache
+def _rows() -> tuple[dict, ...]:
+    text = MEASURED.read_text()
+    return tuple(dict(zip(LIKE_THIS, row, strict=True)) for row in json.loads(text))
+
+
+def like_this(load: Workload, layout: Layout) -> Likeness:
+    """Return the measured runs like a layout of a job: the same generation of GPUs and way to shard, nearly its size and length.
+
+    Where there are fewer than `MIN_ROWS`, length is given up first, then size. Of mixtures of experts, fp32 and other GPUs
+    nothing was measured.
+    """
+    measured_on = load.cluster.gpu.generation
+    sharded = layout.zero >= 2
+    way = "FSDP" if sharded else "replicas or ZeRO-1"
+    if load.model.is_moe:
+        return Likeness((), f"{load.cluster.gpu.name}, mixture of experts")
+    if load.recipe.activation == 4:
+        return Likeness((), f"{load.cluster.gpu.name}, fp32")
+    if measured_on is None:
+        return Likeness((), load.cluster.gpu.name)
+    billions = count_params(load.model).total / 1e9
+    alike = [row for row in _rows() if row["card"] == measured_on and row["sharded"] == sharded]
+    sized = [row for row in alike if billions / MAX_SIZE_RATIO <= row["billions"] <= billions * MAX_SIZE_RATIO]
+    close = [row for row in sized if load.seq / MAX_LENGTH_RATIO <= row["seq"] <= load.seq * MAX_LENGTH_RATIO]
+    found = next((rows for rows in (close, sized) if len(rows) >= MIN_ROWS), close or sized or alike)
+    if not found:
+        return Likeness((), f"{CARDS[measured_on]}, {way}")
+    sizes, lengths = sorted(row["billions"] for row in found), sorted(row["seq"] for row in found)
+    what = [CARDS[measured_on], way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
+    if found is not close:
+        what.append(f"{_range(f'{lengths[0]:,}', f'{lengths[-1]:,}')} tokens")
+    if found is alike and alike is not sized:
+        what.append("none of this size")
+    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what))
+
+
+def _range(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"

@@ -23,7 +23,6 @@ class Candidate:
 
     Attributes:
         seconds: Predicted seconds of a step by part; see `step_time`.
-        peak: What it holds at its fullest.
     """
 
     layout: Layout
@@ -47,33 +46,35 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A layout that could fit, by its sums, with one or more ways to recompute.
+class Partition:
+    """A layout that could fit, by its sums, with one or more recompute modes.
 
     Attributes:
         layout: With the first of them.
-        again: Ways to recompute, the fastest first.
+        recompute_modes: The fastest first.
         least: Bytes that it holds at least with the first.
     """
 
     layout: Layout
-    again: tuple[str, ...]
+    recompute_modes: tuple[str, ...]
     least: int
 
     def at(self, number: int) -> Layout:
-        """Return the layout with one of its ways."""
-        return replace(self.layout, recompute=self.again[number]) if number else self.layout
+        """Return the layout with one of its modes."""
+        return replace(self.layout, recompute=self.recompute_modes[number]) if number else self.layout
 
 
 class Candidates(Sequence[Candidate]):
     """Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest."""
 
     def __init__(
-        self, load: Workload, counting: Counting, capacity: float, cuts: Sequence[Cut], fitted: Fitted
+        self, load: Workload, counting: Counting, capacity: float, partitions: Sequence[Partition], fitted: Fitted
     ) -> None:
-        self.load, self.counting, self.capacity, self.cuts = load, counting, capacity, cuts
+        self.load, self.counting, self.capacity, self.partitions = load, counting, capacity, partitions
         self.rates = load.rates(fitted)
-        self._first = [(self._step(cut.layout), cut.least, number, 0) for number, cut in enumerate(cuts)]
+        self._first = [
+            (self._step(partition.layout), partition.least, number, 0) for number, partition in enumerate(partitions)
+        ]
         heapify(self._first)
         self._known: list[Candidate] = []
         self._rest = self.walk()
@@ -86,27 +87,27 @@ class Candidates(Sequence[Candidate]):
         """
         heap = list(self._first)
         while heap:
-            _, least, number, way = heappop(heap)
-            cut = self.cuts[number]
-            layout = cut.at(way)
+            _, least, number, mode = heappop(heap)
+            partition = self.partitions[number]
+            layout = partition.at(mode)
             if where is None or where(layout):
                 peak = layout_peak(self.load, layout, self.counting)
                 if peak.total <= self.capacity:
-                    yield Candidate(layout, step_time(self.load.job(layout), self.rates), peak)
+                    yield Candidate(layout, step_time(self.load.step_work(layout), self.rates), peak)
                     continue
-            for again in range(way + 1, len(cut.again)):
-                if where is None or where(cut.at(again)):
-                    heappush(heap, (self._step(cut.at(again)), least, number, again))
+            for again in range(mode + 1, len(partition.recompute_modes)):
+                if where is None or where(partition.at(again)):
+                    heappush(heap, (self._step(partition.at(again)), least, number, again))
                     break
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
-        tried = [cut.at(way) for cut in self.cuts for way in range(len(cut.again))]
+        tried = [partition.at(mode) for partition in self.partitions for mode in range(len(partition.recompute_modes))]
         known = ((layout, self.load._cache.get(("peak", layout, self.counting))) for layout in tried)
         return [layout for layout, peak in known if peak and peak.total > self.capacity]
 
     def _step(self, layout: Layout) -> float:
-        return sum(step_time(self.load.job(layout), self.rates).values())
+        return sum(step_time(self.load.step_work(layout), self.rates).values())
 
     def __iter__(self) -> Iterator[Candidate]:
         number = 0

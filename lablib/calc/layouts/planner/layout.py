@@ -1,18 +1,13 @@
 """A layout, the cluster it runs on, and whether the one can run on the other.
 
-A layout is eleven numbers and names (`Layout`). Four multiply to the ranks: `tp · cp · pp · dp`. The layers with experts
-see the `tp · cp · dp` ranks of a stage as `etp · ep · edp` (Liu et al. 2025, arXiv 2504.14960, section 3); where nothing
-is said of etp, an expert is split over tp. `calc.parallel.check_degrees` has the rule of what divides what.
-The layers go into `pp · virtual_stages` equal chunks. Where they do not, the embedding and the head count as a layer
-each: the first and the last chunk hold one layer less, as Llama 3's did, 126 + 2 over 16 stages. Where that is not
-enough either, and a stage is one chunk, the first and the last stage hold what is left: 61 layers are 3 + 14 x 4 + 2.
+Four numbers of a `Layout` multiply to the ranks, `tp · cp · pp · dp`. Layers with experts see the `tp · cp · dp` ranks of
+a stage as `etp · ep · edp` (Liu et al. 2025, arXiv 2504.14960, section 3). Where the layers do not go into
+`pp · virtual_stages` equal chunks, embedding and head count as a layer each, as Llama 3's did, 126 + 2 over 16 stages; where
+that is not enough, and a stage is one chunk, the first and the last stage hold what is left.
 
-Two bandwidths of a `Cluster` matter: inside a node devices talk over the scale-up link; out of it each has its share of
-the node's network cards. A group of ranks runs at the first only if all of it sits in one node. Out of it the r ranks
-that a group has in a node use their r cards together, one NIC a GPU, but never faster than the link inside. That is a
-ring, of which a node's r cards each carry a part; in an all-to-all every rank has its own card for what leaves its node.
-`rails=False` is a library that moves a whole group at the rate of one card, as the DeepSpeed of 2021 did in the ZeRO-3
-rows of Narayanan et al.; the rows of the FSDP paper have all cards. `nics_per_node` is a node whose GPUs share fewer.
+A group of ranks runs at the rate of the scale-up link only if all of it sits in one node. Out of it the ranks that it has
+in a node use their network cards together, but never faster than the link inside; in an all-to-all each has its own.
+`rails=False` moves a whole group at the rate of one card, as the DeepSpeed of 2021 did in Narayanan's ZeRO-3 rows.
 """
 
 from __future__ import annotations
@@ -139,8 +134,6 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Attributes:
-        gpus_per_node: Devices that the scale-up link connects.
-        scale_up: The link inside a node.
         nic: A network card of a node, or None in one node that none was named for.
         nics_per_node: Network cards that the devices of a node share.
         achievable: Share of the peak that large matrix products reach.
@@ -249,7 +242,6 @@ def cluster(
 
     Args:
         gpus: Devices in all; whole nodes, or less than one.
-        gpus_per_node: Devices of a node; None means the accelerator's own.
         nic: Link or bytes per second of a network card; None means that of the vendor's reference system.
         intra: Link or bytes per second inside a node; None means the accelerator's own.
         nics_per_node: Network cards of a node, shared by its devices; None means one for each.

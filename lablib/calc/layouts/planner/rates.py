@@ -3,11 +3,8 @@
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
     FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
-A share is of the full rate: of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's
-bandwidth, of a link's. Seconds are what does not shrink with the work: what a product, a message and a layer cost beside
-their FLOPs and bytes. A share of matrix products is fitted for each generation of GPUs, one of fused attention for each
-generation and kernel, one of the memory for each way of writing the kernels between the products: fused, as Megatron-LM
-and torch.compile have them, or one PyTorch operator after the other.
+A share is of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's bandwidth or of a
+link's. Seconds are what does not shrink with the work.
 """
 
 from __future__ import annotations
@@ -118,9 +115,6 @@ class Fitted:
         """Return the constants of one job.
 
         A kernel that was not measured on a generation counts as the fastest that was.
-
-        Args:
-            name: A generation.
         """
         one_of("kernels", framework.kernels, KERNELS)
         measured = {kernel: share for (card, kernel), share in self.attention.items() if card == name}
@@ -141,20 +135,20 @@ class Fitted:
 #: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
 #: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
 FITTED = Fitted(
-    matmul={"a100": 0.8574, "h100": 0.9387, "b200": 0.5893},
+    matmul={"a100": 0.8577, "h100": 0.9346, "b200": 0.5903},
     attention={
         ("a100", "flash-2"): 0.58,
         ("h100", "flash-2"): 0.30,
-        ("a100", "triton"): 0.3217,
-        ("h100", "triton"): 0.1622,
-        ("h100", "transformer-engine"): 0.4987,
-        ("b200", "transformer-engine"): 0.3890,
+        ("a100", "triton"): 0.3220,
+        ("h100", "triton"): 0.1623,
+        ("h100", "transformer-engine"): 0.5951,
+        ("b200", "transformer-engine"): 0.3885,
     },
-    memory={"fused": 0.9449, "eager": 0.7112},
-    network=0.7969,
-    overlap=0.4815,
-    product=41.35e-6,
-    hop=21.02e-6,
-    layer=934.0e-6,
-    step=15.43e-3,
+    memory={"fused": 0.9248, "eager": 0.7050},
+    network=0.8203,
+    overlap=0.4814,
+    product=40.05e-6,
+    hop=22.62e-6,
+    layer=933.5e-6,
+    step=14.00e-3,
 )

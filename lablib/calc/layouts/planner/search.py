@@ -3,15 +3,12 @@
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
     result.best.layout              # tp=8 cp=... pp=16 ...
 
-The degrees are all divisors: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of
-the experts. Experts are tried out of dp, split over tp, and folded over all ranks of a stage, unsplit. Micro-batches go to `MAX_MICRO_BATCH` sequences, and virtual stages to one layer a chunk. What the caller
-fixes is taken as it is, tp beyond a node too. GPipe runs only where it is fixed: it takes the time of 1F1B and never
-less memory. More recomputation is never faster, so of layouts that differ in it alone only the first that fits counts.
+All divisors are tried: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
+experts, split over tp or whole over all ranks of a stage. What the caller fixes is taken as it is, tp beyond a node too.
+GPipe runs only where it is fixed: it takes the time of 1F1B and never less memory. More recomputation is never faster, so
+of layouts that differ in it alone only the first that fits counts.
 
-Sums drop what cannot fit: weights, optimizer and activations alone are too much. What is left is walked through from the
-fastest on, and a layout fits if its peak leaves the reserve (`candidates`, `peak`).
-
-How wrong a prediction was on measured runs like this one `Plan.like` says; layouts closer than that are a tie.
+Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve.
 """
 
 from __future__ import annotations
@@ -26,10 +23,9 @@ from os import PathLike
 from lablib.calc.errors import check_whole, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import Accelerator
-from lablib.calc.layouts.planner.assumptions import refuse_unmodelled
-from lablib.calc.layouts.planner.candidates import Candidate, Candidates, Cut
+from lablib.calc.layouts.planner.calibration import Likeness, like_this
+from lablib.calc.layouts.planner.candidates import Candidate, Candidates, Partition
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, cluster
-from lablib.calc.layouts.planner.likeness import Likeness, like_this
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
@@ -38,7 +34,7 @@ from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reser
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import WAYS, check_degrees, check_experts, check_imbalance
 from lablib.calc.precision import Recipe, recipe
-from lablib.calc.schedules import SCHEDULES, chunk_layers
+from lablib.calc.schedules import SCHEDULES, chunk_layers, schedule_names
 
 MAX_MICRO_BATCH = 16
 NEAREST = 8  # shapes that do not fit of which the peak is computed
@@ -52,7 +48,6 @@ class Dropped:
     """A shape of which no layout fits, by the one of its layouts that keeps least.
 
     Attributes:
-        peak: What it holds at its fullest.
         excess: Bytes above what a device has for it.
     """
 
@@ -76,8 +71,6 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
-        load: What is trained, and where.
-        counting: Whose job is counted.
         capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
         found: What the search found before anything was timed.
@@ -87,7 +80,7 @@ class Plan:
     counting: Counting
     capacity: int
     candidates: Candidates
-    found: Found
+    found: SearchResult
 
     @property
     def valid(self) -> int:
@@ -130,11 +123,7 @@ class Plan:
         return self.candidates[0]
 
     def distinct(self, top: int | None = None) -> list[Candidate]:
-        """Return the fastest layout of every (tp, cp, pp, dp), fastest first.
-
-        Args:
-            top: How many; None means all.
-        """
+        """Return the fastest layout of every (tp, cp, pp, dp), fastest first."""
         found: dict[tuple[int, int, int, int], Candidate] = {}
         for candidate in self.candidates.walk(lambda layout: layout.shape not in found):
             if len(found) == top:
@@ -144,7 +133,9 @@ class Plan:
 
     def at(self, fitted: Fitted) -> Plan:
         """Return the same layouts timed with other constants; what fits does not depend on them."""
-        return replace(self, candidates=Candidates(self.load, self.counting, self.capacity, self.found.cuts, fitted))
+        return replace(
+            self, candidates=Candidates(self.load, self.counting, self.capacity, self.found.partitions, fitted)
+        )
 
     def like(self, candidate: Candidate) -> Likeness:
         """Return the measured runs like a candidate, and how wrong their predictions were."""
@@ -196,8 +187,6 @@ def plan(
     """Return every layout that fits, by predicted step time.
 
     Args:
-        model: A ModelConfig, the name of a preset, or the path of a config.json.
-        seq: Tokens in a sequence; None means the model's longest.
         global_batch: Sequences in a step, over all replicas.
         gpus_per_node: Devices that the scale-up link connects; None means the accelerator's own.
         nic: Link, or bytes per second, of a network card; None means that of the vendor's reference system.
@@ -205,8 +194,6 @@ def plan(
         rails: Whether a group uses the cards of all its ranks in a node together.
         nics_per_node: Network cards that the devices of a node share; None means one for each.
         recipe_: Dtypes of the states, with AdamW; None means those of `counting`.
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits norms and residuals too.
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
@@ -215,7 +202,7 @@ def plan(
             `counting`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
-    refuse_unmodelled(recipe=recipe_, schedule=fixed.get("schedule"))
+    _refuse_unmodelled(recipe_, fixed.get("schedule"))
     counting = counting or Counting()
     config = resolve_model(model)
     machine = cluster(
@@ -239,10 +226,24 @@ def plan(
     found = search(load, fixed, capacity, counting)
     if not found.valid:
         raise ValueError(_not_counted(load, found, counting) if found.left_out else _no_layout(load, fixed))
-    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.cuts, fitted), found)
+    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.partitions, fitted), found)
 
 
-def _not_counted(load: Workload, found: Found, counting: Counting) -> str:
+def _refuse_unmodelled(recipe: object, schedule: object) -> None:
+    """Raise a ValueError for what is known elsewhere in lablib and not to the planner."""
+    if "fp8" in str(recipe).lower() or "fp4" in str(recipe).lower():
+        raise ValueError(
+            f"recipe {recipe!r}: the planner models no FP8 or FP4; plan with mixed-bf16, and see chapter 08"
+        )
+    if schedule in schedule_names() and schedule not in SCHEDULES:
+        why = " nor its second copy of the weights" if "dualpipe" in str(schedule) else ""
+        raise ValueError(
+            f"schedule={schedule!r}: the planner models {', '.join(SCHEDULES)}, and not the bubble of this one{why}; "
+            f"`rung schedule {schedule}` draws it"
+        )
+
+
+def _not_counted(load: Workload, found: SearchResult, counting: Counting) -> str:
     """Say why no layout is counted: what refuses data parallelism alone, which is the model, or else what is frequent."""
     alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
     often = Counter(alone).most_common(1)[0][0]
@@ -276,32 +277,45 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The result of a search, before it is timed.
 
     Attributes:
-        cuts: Layouts that could fit by what they hold at least.
+        partitions: Layouts that could fit by what they hold at least.
         least: For every (tp, cp, pp, dp) of which none could, the layout that holds least, and its bytes.
         valid: Layouts that divide what they must.
         dropped: How many of them cannot fit, by the largest part of what they hold at least.
         left_out: How many more nobody counts, by the reason.
     """
 
-    cuts: list[Cut] = field(default_factory=list)
+    partitions: list[Partition] = field(default_factory=list)
     least: dict[tuple[int, int, int, int], tuple[int, Layout]] = field(default_factory=dict)
     valid: int = 0
     dropped: Counter = field(default_factory=Counter)
     left_out: Counter = field(default_factory=Counter)
 
 
-def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> Found:
+def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> SearchResult:
     """Return every layout that could fit, and why the others do not."""
-    found = Found()
+    result = SearchResult()
     for shape in shapes(load, fixed):
-        _search_shape(load, fixed, capacity, counting, shape, found)
-    could = {cut.layout.shape for cut in found.cuts}
-    found.least = {key: value for key, value in found.least.items() if key not in could}
-    return found
+        replica = load.global_batch // shape.dp
+        zero_stages = _options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else counting.zeros)
+        for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
+            if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
+                continue
+            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
+                partition = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                recompute_modes = _options(fixed, "recompute", RECOMPUTE)
+                counted, reasons = _counted_modes(load, partition, zero_stages, recompute_modes, counting)
+                result.left_out.update(reasons)
+                modes = dict.fromkeys(mode for _, modes in counted for mode in modes)
+                kept = {mode: activation_memory(load, partition, mode, counting.implementation)[0] for mode in modes}
+                for zero, modes in counted:
+                    _add_fitting(load, replace(partition, zero=zero), modes, kept, capacity, result)
+    could = {partition.layout.shape for partition in result.partitions}
+    result.least = {key: value for key, value in result.least.items() if key not in could}
+    return result
 
 
 def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
@@ -352,70 +366,61 @@ def divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def _search_shape(
-    load: Workload, fixed: dict[str, object], capacity: float, counting: Counting, shape: Layout, found: Found
-) -> None:
-    """Add what a shape allows."""
-    replica = load.global_batch // shape.dp
-    zeros = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else counting.zeros))
-    for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
-        if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
-            continue
-        for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
-            cut = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-            counted = _counted(load, cut, zeros, list(_options(fixed, "recompute", RECOMPUTE)), counting, found)
-            ways = dict.fromkeys(how for _, hows in counted for how in hows)
-            kept = {how: activation_memory(load, cut, how, counting.implementation)[0] for how in ways}
-            for zero, hows in counted:
-                _could_fit(load, cut, zero, hows, kept, capacity, found)
-
-
-def _counted(
-    load: Workload, cut: Layout, zeros: list[int], hows: list[str], counting: Counting, found: Found
-) -> list[tuple[int, list[str]]]:
-    """Return the ways to recompute that are counted by ZeRO stage, and count the others."""
-    key = "counted", tuple(n > 1 for n in cut.shape), cut.ep > 1, cut.etp, cut.schedule, counting, *zeros, *hows
+def _counted_modes(
+    load: Workload, partition: Layout, zero_stages: Iterable[int], recompute_modes: Iterable[str], counting: Counting
+) -> tuple[list[tuple[int, list[str]]], Counter[str]]:
+    """Return (ZeRO stage, recompute modes that are counted with it), and how many are not, by the reason."""
+    degrees = tuple(n > 1 for n in partition.shape), partition.ep > 1, partition.etp, partition.schedule
+    key = "counted", *degrees, counting, *zero_stages, *recompute_modes
     if key not in load._cache:
-        why = {(z, how): refusal(load, replace(cut, zero=z, recompute=how), counting) for z in zeros for how in hows}
-        ways = [(zero, [how for how in hows if not why[zero, how]]) for zero in zeros]
-        load._cache[key] = [pair for pair in ways if pair[1]], Counter(filter(None, why.values()))
-    ways, reasons = load._cache[key]
-    if reasons:
-        found.left_out.update(reasons)
-    return ways
+        counted, reasons = [], Counter()
+        for zero in zero_stages:
+            why = {
+                mode: refusal(load, replace(partition, zero=zero, recompute=mode), counting) for mode in recompute_modes
+            }
+            reasons.update(filter(None, why.values()))
+            if modes := [mode for mode, reason in why.items() if not reason]:
+                counted.append((zero, modes))
+        load._cache[key] = counted, reasons
+    return load._cache[key]
 
 
-def _could_fit(
-    load: Workload, cut: Layout, zero: int, hows: list[str], kept: dict[str, list[int]], capacity: float, found: Found
+def _add_fitting(
+    load: Workload,
+    partition: Layout,
+    recompute_modes: list[str],
+    kept: dict[str, list[int]],
+    capacity: float,
+    result: SearchResult,
 ) -> None:
-    """Add the ways to recompute that could fit, and count the others; of a dropped shape only the least is kept.
+    """Add the recompute modes that could fit, and count the others; of a dropped shape only the least is kept.
 
     A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
     micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
     """
     terms = ["weights", "optimizer"]
-    if cut.num_microbatches(load.global_batch) > 1 and cut.schedule != "gpipe":
+    if partition.num_microbatches(load.global_batch) > 1 and partition.schedule != "gpipe":
         terms.append("gradients")
-    if zero == 2:
+    if partition.zero == 2:
         terms.append("gathered_weights")
-    stages = state_memory(load, cut, zero)
+    stages = state_memory(load, partition, partition.zero)
     sums = [sum(stage[term] for term in terms) for stage in stages]
     could: list[tuple[str, int]] = []
-    for how in hows:
-        found.valid += 1
-        least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[how], strict=True)))
+    for mode in recompute_modes:
+        result.valid += 1
+        least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[mode], strict=True)))
         if least <= capacity:
-            could.append((how, least))
+            could.append((mode, least))
             continue
         states = stages[-worst]
         name = max(terms, key=states.get)
-        found.dropped["activations" if kept[how][-worst] > states[name] else name] += 1
-        known = found.least.get(cut.shape)  # of shapes that could fit somewhere it is forgotten at the end
+        result.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
+        known = result.least.get(partition.shape)  # of shapes that could fit somewhere it is forgotten at the end
         if known is None or least < known[0]:
-            found.least[cut.shape] = least, replace(cut, zero=zero, recompute=how)
+            result.least[partition.shape] = least, replace(partition, recompute=mode)
     if could:
-        (first, least), ways = could[0], tuple(how for how, _ in could)
-        found.cuts.append(Cut(replace(cut, zero=zero, recompute=first), ways, least))
+        (first, least), modes = could[0], tuple(mode for mode, _ in could)
+        result.partitions.append(Partition(replace(partition, recompute=first), modes, least))
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:

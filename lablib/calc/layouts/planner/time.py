@@ -1,52 +1,15 @@
 """The time of a training step: the work of a micro-batch at full rates, what overlaps, and the bubble.
 
-One rank has these kinds of work for a micro-batch, each limited by another part of the machine (`layer_work`):
+`layer_work` counts what a layer asks of one rank, a `Workload` adds it up stage by stage, and `step_time` makes seconds
+of it by the constants of `rates`. Chapter 07 has the equations. Memory-bound kernels count their reads and writes: a norm
+2 accesses a value, dropout with residual 3, unfused scores 6 and a mask; their backward 3 for every 2.
 
-- **matmul**: FLOPs over the rate that large matrix products reach on the device;
-- **attention**: FLOPs of a fused kernel, which has a rate of its own: softmax runs between its two products;
-- **memory**: bytes over the memory's rate: those of the kernels between the products (norms, activations, dropout), and
-  what the products themselves read and write, since the first and last tiles wait for it;
-- **network**: bytes that a rank sends over the bandwidth of the link that its group uses;
-- **counts**: products, hops of messages and layers, each of which costs time however small it is.
+Left out: oversubscribed switches, memory so full that the allocator frees and asks again, and that a copy of a token can
+travel once to a node (DeepSeek-V3, arXiv 2412.19437).
 
-A `Workload` puts them together stage by stage, and `step_time` makes seconds of them by the constants of `rates`:
-
-    pass       P = matmul / e + attention / e + memory / e + network / e + products t_product + hops t_hop
-               or layers t_layer, if that is more: the host issues kernels no faster
-    pipeline   m P_max + (sum of the other stages' P) / v            (v chunks a stage: the bubble shrinks)
-    step       pipeline + exposed data parallelism + optimizer + log2(nodes) t_step
-
-Collectives of tp, cp and ep, and the sends of pp, wait for their result. Nothing hides them unless the framework cuts
-them and their products into pieces (`tp_hides`, `pp_hides`). Sequence parallelism that keeps only its shard of a
-product's input gathers it again in backward: 10bsh(t-1)/t a layer in place of 8. That gather runs behind the product
-for the input's gradient (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), so that the time counts 8. Data
-parallelism hides: stages 0 and 1 send gradients once a step, behind the last micro-batch's backward, and gather weights
-behind the first forward; stage 2 scatters gradients after every micro-batch, behind its backward; stage 3 gathers
-weights for forward and again for backward, and scatters gradients, behind each micro-batch. What is longer than the
-work that hides it is exposed. What is hidden is not free either: the kernels that send take multiprocessors and memory
-bandwidth from those that compute.
-
-Bytes of a kernel are its reads and writes: a norm 2 accesses a value; dropout and residual 3; an activation function its
-inputs and output. Unfused attention writes, normalizes, drops and reads its scores: 6 accesses and a mask for every pair
-of tokens. Fused attention keeps them on chip and skips the masked half. Backward reads the incoming gradient as well: 3
-accesses for every 2 of forward. Every micro-batch also reads the weights, once forward and once backward, and adds to
-their gradients, a read and a write: with few tokens a micro-batch this is what limits it. Backward multiplies twice what
-forward does; fused attention computes the scores again there, 5 products for 2 (Dao 2023, arXiv 2307.08691).
-
-A hop is a step of a tree: NCCL sends small messages along trees, whose depth grows with log2 of the ranks, and large
-ones around rings, whose time is all bytes.
-
-Context parallelism (`cp_way`): "gathered" waits for an all-gather of keys and values, and in backward for a
-reduce-scatter of their gradients; in a "ring" they travel block by block behind attention, twice as much in backward,
-and what is longer than attention is exposed; "ulysses" waits for queries, keys, values and outputs, 1/cp of each.
-
-Experts: a rank sends its tokens' copies to their experts in an all-to-all over ep, and where etp ranks split an expert
-they gather what each of them got, and scatter what they computed: an all-gather and a reduce-scatter of k copies
-(Megatron-Core, `MoEAlltoAllTokenDispatcher`). `imbalance` is the load of the busiest rank over the mean; all others wait for it.
-
-Left out: oversubscribed switches, memory so full that the allocator frees and asks again. Every copy of a token counts
-on its way to an expert; DeepSeek-V3 sends a token once to a node, and to at most four (arXiv 2412.19437), so that its
-messages are counted too large here.
+Sources: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2, for the gather that hides in backward, so that sequence
+parallelism counts 8bsh(t-1)/t a layer and not 10; Dao 2023 (arXiv 2307.08691) for fused attention's 5 products in backward
+for 2; Megatron-Core's `MoEAlltoAllTokenDispatcher` for what experts send.
 """
 
 from __future__ import annotations
@@ -103,12 +66,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of something; backward holds what is recomputed.
-
-    Attributes:
-        forward: Work of the forward pass.
-        backward: Work of the backward pass, recomputation included.
-    """
+    """Forward and backward of something; backward holds what is recomputed."""
 
     forward: Work
     backward: Work
@@ -122,11 +80,7 @@ class MicroBatch:
         size: Sequences of a replica.
         value: Bytes of an activation and of a weight.
         gradient: Bytes of a weight's gradient where it is added up.
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits what lies between the matrices.
         stops_early: Whether recomputation stops behind the last tensor that backward needs.
-        imbalance: Tokens of the busiest rank's experts over the mean.
-        cp_way: "ring", "gathered" or "ulysses".
     """
 
     size: int
@@ -155,8 +109,6 @@ def layer_work(
 
     Args:
         layer: Which layer, from 0; it matters where some have experts.
-        layout: Where the experts are: ep, etp and the distance between neighbours.
-        recompute: "none", "selective" or "full".
     """
     experts = model.has_experts(layer)
     tokens, seq, tp, value, gradient = batch.tokens, batch.seq, batch.tp, batch.value, batch.gradient
@@ -325,37 +277,29 @@ def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, la
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The work of one pipeline stage for one micro-batch, and how many stages are alike.
-
-    Attributes:
-        work: Forward and backward of all its layers, and of the head on the last one.
-    """
+class StageWork:
+    """The work of one pipeline stage for one micro-batch, and how many stages are alike."""
 
     work: Passes
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Job:
+class StepWork:
     """A step as work at full rates: all that `step_time` needs.
 
     Attributes:
-        stages: The kinds of pipeline stages.
-        micro_batches: Micro-batches of a replica, m.
-        chunks: Chunks of layers in a stage, v.
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
         sends: How many these are.
         scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
         gather: Seconds of an all-gather of a stage's weights at full rate.
         hops: Steps along trees of one such collective over all units of a stage.
-        zero: ZeRO stage.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
         doublings: How often one node was doubled to have the cluster's.
         dp_hides: What hides behind what; see `Framework`.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageWork, ...]
     micro_batches: int
     chunks: int = 1
     send: float = 0.0
@@ -373,12 +317,7 @@ class Job:
 
 
 def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: bool = False) -> dict[str, float]:
-    """Return the seconds of a forward or backward pass by part.
-
-    Args:
-        tp_hides: Whether products hide tensor-parallel collectives.
-        cp_hides: Whether attention hides the ring of keys and values.
-    """
+    """Return the seconds of a forward or backward pass by part."""
     seconds = {
         "matmul": work.matmul / rates.matmul,
         "attention": work.attention / rates.attention,
@@ -398,7 +337,7 @@ def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: 
     return seconds
 
 
-def step_time(job: Job, rates: Rates) -> dict[str, float]:
+def step_time(job: StepWork, rates: Rates) -> dict[str, float]:
     """Return the seconds of a step by part; they sum to the step."""
     send = job.send / rates.network + job.sends * rates.hop
     longest, others, slowest = -1.0, 0.0, None
@@ -432,7 +371,7 @@ def _added(sending: float, computing: float, rates: Rates) -> float:
     return max(0.0, sending - computing) + rates.overlap * min(sending, computing)
 
 
-def _exposed(job: Job, forward: float, backward: float, rates: Rates) -> tuple[float, float]:
+def _exposed(job: StepWork, forward: float, backward: float, rates: Rates) -> tuple[float, float]:
     """Seconds that data parallelism adds: once a step, and in every micro-batch."""
     around = job.hops * rates.hop
     scatter, gather = job.scatter / rates.network + around, job.gather / rates.network + around
@@ -452,11 +391,7 @@ class Workload:
     """A model, a cluster and a batch; pieces that layouts share are computed once.
 
     Attributes:
-        attention: "fused" or "plain".
-        sequence_parallel: Whether tp splits norms and residuals too.
-        framework: Which kernels run, and what hides behind what.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
-        cp_way: How cp ranks bring queries and keys together: "ring", "gathered" or "ulysses".
     """
 
     model: ModelConfig
@@ -558,7 +493,7 @@ class Workload:
         shared, expert = (sum(n * units[name][i] for n, name in parts) for i in (0, 1))
         return shared, expert
 
-    def job(self, layout: Layout) -> Job:
+    def step_work(self, layout: Layout) -> StepWork:
         """Return the step of a layout as work at full rates.
 
         Args:
@@ -570,7 +505,7 @@ class Workload:
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
         link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
-        return Job(
+        return StepWork(
             stages=stages,
             micro_batches=layout.num_microbatches(self.global_batch),
             chunks=layout.virtual_stages,
@@ -597,7 +532,7 @@ class Workload:
             self._cache[key] = tuple(found.items())
         return self._cache[key]
 
-    def _stage_work(self, layout: Layout) -> tuple[Stage, ...]:
+    def _stage_work(self, layout: Layout) -> tuple[StageWork, ...]:
         kinds = self._kinds(layout.pp, layout.virtual_stages)
         key = "stage work", layout.tp, layout.cp, *_experts(layout), layout.micro_batch, layout.recompute, kinds
         if key not in self._cache:
@@ -610,7 +545,7 @@ class Workload:
                     backward = backward + last.backward.times(sparse)
                 if is_last:
                     forward, backward = forward + head.forward, backward + head.backward
-                found.append(Stage(Passes(forward, backward), count))
+                found.append(StageWork(Passes(forward, backward), count))
             self._cache[key] = tuple(found)
         return self._cache[key]
 
