@@ -9,7 +9,7 @@ from functools import lru_cache
 from os import PathLike
 
 from lablib.calc.errors import LARGEST, check_flag, check_whole, either, one_of
-from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
+from lablib.calc.memory.implementation import ATTENTION, Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
 from lablib.calc.parallel import WAYS, check_degrees, check_schedule
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
@@ -20,7 +20,6 @@ from lablib.calc.units import MiB
 TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
-ATTENTION = ("fused", "plain")
 SHARDINGS = ("flat", "fsdp2", "per-tensor")
 MOST_LAYERS = 100_000  # as of a config.json
 LONGEST = 2**30  # tokens of a sequence; the longest of a published model is below 2**27
@@ -200,6 +199,9 @@ class RunConfig:
             sequence_parallel=self.sequence_parallel, cp_way=self.cp_way, imbalance=self.imbalance,
         )  # fmt: skip
         self._check_experts()
+        self.implementation.check_split(
+            model, attention=self.attention, seq=self.seq, tp=self.tp, cp=self.cp, cp_way=self.cp_way
+        )
         self._check_tensor_parallel()
         self._check_context_parallel()
         self._check_adapters()
@@ -273,15 +275,13 @@ class RunConfig:
         if self.tp == 1 or not self.implementation.eager:
             return
         how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
-        if self.implementation.fused_norms:
-            raise ValueError(f"{how} is not known: torchtitan splits stream and loss too; use implementation='paper'")
         unknown = m.family not in ("gpt2", "llama", "qwen2", "mistral") or self.implementation.masks_window(m, self.seq)
         if m.tied or self.implementation.joins_qkv(m) or unknown:
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
             if unknown:
                 why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
-        for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
+        for name, only in (("sequence_parallel", False), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
                 raise ValueError(
                     f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or implementation='paper'"
@@ -299,23 +299,10 @@ class RunConfig:
 
     def _check_context_parallel(self) -> None:
         """With eager classes `cp` is a real ring's; what it was not measured with is refused."""
-        if self.cp == 1:
+        if self.cp == 1 or not self.implementation.eager:
             return
-        m, how = self.model, f"implementation={self.implementation!r} with cp={self.cp}"
-        ways = self.implementation.context_ways
-        if self.cp_way not in ways:
-            known = either(ways) if ways else "cp=1, or implementation='paper'"
-            raise ValueError(f"{how} is not known with cp_way={self.cp_way!r}; use {known}")
-        if not self.implementation.eager:
-            return
-        paper = "or implementation='paper'"
-        families = ("llama", "qwen2", "qwen3", "mistral") if self.implementation.holds_variables else ("llama", "gpt2")
-        if m.family not in families or self.implementation.masks_window(m, self.seq):
-            raise ValueError(
-                f"{how} does not know {m.name}: family {m.family!r} or its sliding window was not measured with it; use a "
-                f"model of family {either(families)} without a window, {paper}"
-            )
-        for name, only in (("pp", 1), ("tuning", "full"), ("attention", "fused"), ("dropout", 0.0)):
+        how, paper = f"implementation={self.implementation!r} with cp={self.cp}", "or implementation='paper'"
+        for name, only in (("pp", 1), ("tuning", "full"), ("dropout", 0.0)):
             if (getattr(self, name) or only) != only:
                 raise ValueError(f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, {paper}")
         if self.recipe.casts:
@@ -372,15 +359,14 @@ class RunConfig:
             )
 
     def _check_torchtitan(self) -> None:
-        known = {"attention": ("fused",), "tuning": ("full",), "recipe": ("no casts",)}
-        found = {name: getattr(self, name) for name in known} | {
-            "recipe": self.recipe.name if self.recipe.casts else "no casts"
-        }
-        for name, values in known.items():
-            if found[name] not in values:
+        for name, known, only in (
+            ("tuning", self.tuning == "full", "full"),
+            ("recipe", not self.recipe.casts, "no casts"),
+        ):
+            if not known:
+                found = getattr(self, name) if name == "tuning" else self.recipe.name
                 raise ValueError(
-                    f"implementation='torchtitan' is not known with {name}={found[name]!r}; use {either(values)}, or "
-                    "implementation='paper'"
+                    f"implementation='torchtitan' is not known with {name}={found!r}; use {only}, or implementation='paper'"
                 )
 
     def _check_megatron(self) -> None:

@@ -4,7 +4,7 @@ Three groups, in decreasing order of certainty:
 
 - States live from step to step: `flat_states`, `fsdp2_states` or `per_tensor_states`. They follow from counting
   parameters and are exact.
-- Activations live from forward to backward: `activation_terms`, formulas per operator (`lablib.calc.memory.activations`).
+- Activations live from forward to backward: `activation_terms`, what the tapes of `lablib.calc.memory.tape` keep.
 - Buffers live for a part of the step: `rank_buffers`; weights that ZeRO-3 gathers, buckets on the wire, one layer being
   recomputed. They are estimates, and each term says what it assumes.
 
@@ -25,16 +25,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heapreplace
 from math import prod
 from os import PathLike
 
 from lablib.calc.errors import check_stage
-from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.config import RunConfig, run_config, takes_settings
 from lablib.calc.memory.stage import Stage, joined_shapes, shard_params, unit_shapes
+from lablib.calc.memory.tape import FP32, INT64, BlockSetting, ids_and_positions, kept_by_kind, run_setting
 from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
-from lablib.calc.models import ModelConfig, layer_tensors
+from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import shard_size, state_terms
 
 NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
@@ -200,88 +201,49 @@ def activation_terms(stage: Stage) -> dict[str, int]:
 
     A stage's peak holds `in_flight` micro-batches of each of its chunks; Korthikanti et al. (arXiv 2205.05198),
     equation 5 and section 4.2.3. The first stage adds the embedding's, the last the head's: norm, logits, loss.
-    Adapters add the r values between their two matrices; that the frozen matrices' own inputs are still kept is
-    exact where every matrix has an adapter, and an upper bound otherwise.
     """
     run, counts = stage.run, stage.in_flight
     terms: Counter[str] = Counter()
     for chunk, count in zip(stage.chunks, counts, strict=True):
-        for layer, alike in alike_layers(run, chunk).items():
-            for kind, size in layer_kinds(run, layer, run.recompute).items():
+        for setting, alike in alike_settings(stage, chunk).items():
+            for kind, size in kept_by_kind("block", setting).items():
                 terms[f"activations.{kind}"] += count * alike * size
+    ends = run_setting(run, 0, autocast=False)
     if stage.is_first:
-        embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
-        terms["activations.embedding"] += counts[0] * sum(embedding.values())
+        embedding = sum(ids_and_positions(ends).values()) + sum(kept_by_kind("embedding", ends).values())
+        terms["activations.embedding"] += counts[0] * embedding
     if stage.is_last:
-        for kind, size in head_activations(run.model, **_shape(run)).items():
+        for kind, size in kept_by_kind("head", ends).items():
             terms[f"activations.{kind}"] += counts[-1] * size
     return dict(terms)
 
 
-def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
-    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it."""
+def alike_settings(stage: Stage, chunk: range) -> Counter[BlockSetting]:
+    """Return how the layers of a chunk run, autocast's casts left out, and how many run so."""
+    run = stage.run
     dense = run.model.num_dense_layers if run.model.is_moe else run.model.num_layers  # the first ones
-    parts = range(chunk.start, min(chunk.stop, dense)), range(max(chunk.start, dense), chunk.stop)
-    return Counter({part.start: len(part) for part in parts if part})
+    behind = min(int(stage.is_first and run.tuning != "full"), chunk.stop)  # a frozen embedding, which asks no gradient
+    found: Counter[BlockSetting] = Counter()
+    for start, stop in ((0, behind), (behind, dense), (max(behind, dense), chunk.stop)):
+        part = range(max(start, chunk.start), min(stop, chunk.stop))
+        if part:
+            found[run_setting(run, part[0], behind_embedding=stop == behind, autocast=False)] += len(part)
+    return found
 
 
 def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks."""
-    embedding = embedding_activations(run.model, dropout=0.0, **_shape(run))
+    kept = {"tokens": 0, "positions": 0} | ids_and_positions(run_setting(run, 0))
+    tokens, positions = kept["tokens"], kept["positions"]
     if not first:
-        tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
-        embedding = {"positions": tables}
+        tokens, positions = 0, 0 if run.model.learned_positions else positions
+    if run.implementation.wide_tables(run.model) and run.sharding == "fsdp2" and run.recipe.casts_when_gathered:
+        # FSDP2 casts what enters a block, and each block keeps tables of its own.
+        positions *= run.model.num_layers * run.recipe.gathered // FP32
     own_positions = run.implementation.checkpoints_positions and run.cp == 1  # else the batch has them
     if own_positions and run.recompute == "full" and not run.model.learned_positions:
-        embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
-    if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
-        wide = run.implementation.wide_tables(run.model)
-        embedding["positions"] *= 1 if wide else FP32 // run.recipe.activation  # in the dtype of the stream
-    if run.implementation.wide_tables(run.model) and _casts_inputs(run):
-        # FSDP2 casts what enters a block, and each block keeps tables of its own.
-        embedding["positions"] *= run.model.num_layers * run.recipe.gathered // FP32
-    tokens = embedding.pop("tokens", 0)
-    return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
-
-
-def _casts_inputs(run: RunConfig) -> bool:
-    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered
-
-
-def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
-    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind."""
-    kinds = layer_activations(
-        run.model, layer=layer, attention=run.attention, recompute=recompute, dropout=run.dropout, **_shape(run)
-    )
-    if run.tuning != "full" and recompute != "full":
-        kinds = kinds | {"adapters": _adapter_values(run, layer) * run.recipe.activation}
-    return kinds
-
-
-def _shape(run: RunConfig) -> dict[str, object]:
-    return {
-        "batch": run.micro_batch,
-        "seq": run.seq,
-        "implementation": run.implementation,
-        "bytes_per_value": run.recipe.activation,
-        "tp": run.tp,
-        "sequence_parallel": run.sequence_parallel and run.tp > 1,
-        "cp": run.cp,
-        "cp_way": run.cp_way,
-        "experts": run.experts,
-        "imbalance": run.imbalance,
-    }
-
-
-def _adapter_values(run: RunConfig, layer: int) -> int:
-    """Values between the two matrices of every adapter of a layer; a routed expert sees its share of the tokens."""
-    tokens = run.micro_batch * run.seq // run.cp
-    visits = 0
-    for tensor in layer_tensors(run.model, layer):
-        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            share = run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
-            visits += tensor.copies * share * (run.imbalance if tensor.is_expert else 1)
-    return round(tokens * visits) * run.lora_rank
+        positions += run.seq * INT64  # an argument of every block, which a checkpoint holds
+    return {"activations.tokens": tokens, "activations.embedding": positions}
 
 
 def gradients_meet(stage: Stage) -> str:
@@ -396,9 +358,10 @@ def recomputed_layer(stage: Stage) -> dict[str, int]:
     if run.recompute == "none":
         return {}
     recomputed = [
-        sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
+        sum(kept_by_kind("block", replace(setting, recompute="none")).values())
+        - sum(kept_by_kind("block", setting).values())
         for chunk in stage.chunks
-        for layer in alike_layers(run, chunk)
+        for setting in alike_settings(stage, chunk)
     ]
     return {"recomputed_layer": max(recomputed, default=0)}
 

@@ -2,7 +2,7 @@
 
     find_implementation("hf").joins_qkv(config)
 
-What an implementation keeps for backward is in `activations` as formulas, and in `tape` operator by operator.
+What an implementation keeps for backward is in `tape`, operator by operator.
 """
 
 from __future__ import annotations
@@ -13,6 +13,104 @@ from functools import wraps
 
 from lablib.calc.errors import either, one_of
 from lablib.calc.models import ModelConfig
+
+#: Families that Hugging Face's classes are counted of, the plainest first.
+FAMILIES = (
+    *("gpt2", "llama", "qwen2", "mistral", "qwen3", "starcoder2", "gemma", "olmo2", "phi3", "gpt-neox"),
+    *("mixtral", "qwen3-moe"),
+)
+ATTENTION = ("fused", "plain")
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raise a ValueError that names what the toy transformer does not have.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not one of its own.
+    """
+    if config.family not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{config.name}: the toy transformer is built from gpt2 or llama, not from family {config.family!r}"
+        )
+    _refuse_extras(config, "the toy transformer has")
+    if not config.learned_positions and config.head_dim % 2:
+        raise ValueError(
+            f"head_dim={config.head_dim} must be even: rotary positions turn pairs; use {config.head_dim + 1}"
+        )
+
+
+def _refuse_extras(config: ModelConfig, what: str) -> None:
+    """Raise a ValueError if a model has more than blocks of attention and MLP with two norms.
+
+    Raises:
+        ValueError: If it has experts, latent attention, norms on q and k, or another number of norms a layer.
+    """
+    extras = {
+        "experts": config.is_moe,
+        "latent attention": config.is_mla,
+        "norms on q and k": config.qk_norm,
+        f"{config.norms_per_layer} norms a layer, only 2": config.norms_per_layer != 2,
+    }
+    for extra, present in extras.items():
+        if present:
+            raise ValueError(f"{config.name}: {what} no {extra}")
+
+
+def _check_hugging_face(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one of those that are counted here.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not known here.
+    """
+    family = config.family
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
+            f"{family!r}; use implementation='paper'"
+        )
+    gpt, plain = family == "gpt2", family in ("gpt2", "starcoder2", "gpt-neox")
+    known = {
+        "norm": "layernorm" if plain else "rmsnorm",
+        "learned_positions": gpt,
+        "gated_mlp": not plain,
+        "qk_norm": family in ("qwen3", "olmo2", "qwen3-moe"),
+        "qk_norm_shared": family != "olmo2",
+        "post_norm": family == "olmo2",
+        "norms_per_layer": 2,
+        "is_moe": family in WITH_EXPERTS,
+        "num_shared_experts": 0,
+        "router_bias": False,
+        "is_mla": False,
+        "attention_sinks": False,
+        "parallel_block": config.parallel_block and family == "gpt-neox",
+        "turned_dim": config.turned_dim if family in ("phi3", "gpt-neox") else 0 if gpt else config.head_dim,
+    }
+    for field, value in known.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"{config.name}: {field}={getattr(config, field)!r} is not that of Hugging Face's {family} classes, "
+                f"where it is {value!r}"
+            )
+    if config.window and config.num_window_layers != config.num_layers:
+        raise ValueError(
+            f"{config.name}: window_layers={config.window_layers}: implementation='hf' counts a sliding window in all "
+            "layers or in none; use implementation='paper'"
+        )
+
+
+def _check_torchtitan(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one that torchtitan's Llama 3 can be.
+
+    Raises:
+        ValueError: If the family, or a feature of this config, is not known here.
+    """
+    if config.family != "llama" or config.tied or config.qkv_bias or not config.gated_mlp or config.norm != "rmsnorm":
+        raise ValueError(
+            f"{config.name}: implementation='torchtitan' knows its Llama 3, of family 'llama' with an untied head, not "
+            f"family {config.family!r}; use implementation='paper'"
+        )
+    _refuse_extras(config, "torchtitan's Llama 3 has")
 
 
 class Implementation(str):
@@ -50,6 +148,38 @@ class Implementation(str):
                 f"implementation={str(self)!r} runs whole blocks again or nothing, so recompute={recompute!r} is no run of it; "
                 f"use {either(self.recomputes)}, or another implementation"
             )
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise a ValueError unless this model is counted with it."""
+        check_config(config)
+
+    def check_split(
+        self, config: ModelConfig, *, attention: str, seq: int, tp: int = 1, cp: int = 1, cp_way: str = "ring"
+    ) -> None:
+        """Raise a ValueError unless it is counted with these ranks: eager classes were measured with few models on several."""
+        one_of("attention", attention, ATTENTION)
+        if tp > 1 and self.fused_norms:
+            raise ValueError(
+                f"implementation={str(self)!r} with tp={tp} is not known: torchtitan splits stream and loss too; use "
+                "implementation='paper'"
+            )
+        if tp > 1 and cp > 1 and self.eager:
+            raise ValueError(
+                f"implementation={str(self)!r} with tp={tp} is not known with cp={cp}; use 1, or implementation='paper'"
+            )
+        how = f"implementation={str(self)!r}" + (f" with cp={cp}" if cp > 1 else "")
+        paper = "or implementation='paper'"
+        if cp > 1 and cp_way not in self.context_ways:
+            known = either(self.context_ways) if self.context_ways else f"cp=1, {paper}"
+            raise ValueError(f"{how} is not known with cp_way={cp_way!r}; use {known}")
+        families = ("llama", "qwen2", "qwen3", "mistral") if self.holds_variables else ("llama", "gpt2")
+        if cp > 1 and self.eager and (config.family not in families or self.masks_window(config, seq)):
+            raise ValueError(
+                f"{how} does not know {config.name}: family {config.family!r} or its sliding window was not measured with "
+                f"it; use a model of family {either(families)} without a window, {paper}"
+            )
+        if attention == "plain" and (self.fused_norms or (self.eager and cp > 1)):
+            raise ValueError(f"{how} is not known with attention='plain'; use 'fused', {paper}")
 
     def default_dropout(self, config: ModelConfig) -> float:
         """Return the probability of dropout where none was given."""
@@ -114,6 +244,9 @@ class _Paper(Implementation):
     splits_stream = True
     context_ways = ("ring", "gathered", "ulysses")  # a rank's own q, k, v and output, whatever the way
 
+    def check_model(self, config: ModelConfig) -> None:
+        pass
+
     def default_dropout(self, config: ModelConfig) -> float:
         return 0.1 if config.family == "gpt2" else 0.0
 
@@ -123,6 +256,9 @@ class _HuggingFace(Implementation):
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
     context_ways = ("ring", "gathered", "ulysses")
     recomputes = ("none", "full")  # gradient_checkpointing_enable wraps each decoder layer
+
+    def check_model(self, config: ModelConfig) -> None:
+        _check_hugging_face(config)
 
     def joins_qkv(self, config: ModelConfig) -> bool:
         return config.family in ("gpt2", "phi3", "gpt-neox")
@@ -171,6 +307,9 @@ class _Torchtitan(Implementation):
     fused_norms = True
     context_ways = ()
     recomputes = ("none", "full")
+
+    def check_model(self, config: ModelConfig) -> None:
+        _check_torchtitan(config)
 
 
 class _Megatron(_Paper):

@@ -36,8 +36,7 @@ from functools import cached_property
 from lablib.calc.flops import forward_flops, skipped_by_early_stop, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
-from lablib.calc.memory.activations.share import FP32, MASK, Share
-from lablib.calc.memory.implementation import accepts_old_names
+from lablib.calc.memory.tape import FP32, MASK, BlockSetting
 from lablib.calc.models import ModelConfig
 
 NO_WINDOW = {"window": 0, "window_layers": ()}
@@ -208,12 +207,12 @@ class RecomputeCost:
 class _Blocks:
     """Costs of a model's units; blocks of one kind, dense or with experts, cost the same."""
 
-    def __init__(self, share: Share, attention: str, early_stop: bool, reentrant: bool) -> None:
-        self.config, self.early_stop, self.reentrant = share.config, early_stop, reentrant
-        self.toy, self.fused, self.drops = share.implementation == "toy", attention == "fused", share.drops
-        self.batch, self.seq, self.value = share.batch, share.seq, share.value
-        self.how = {"batch": share.batch, "seq": share.seq, "bytes_per_value": share.value, "dropout": share.dropout}
-        self.how |= {"implementation": share.implementation, "attention": attention}
+    def __init__(self, setting: BlockSetting, early_stop: bool, reentrant: bool) -> None:
+        self.config, self.early_stop, self.reentrant = setting.config, early_stop, reentrant
+        self.toy, self.fused, self.drops = setting.implementation == "toy", setting.fused, setting.dropout > 0
+        self.batch, self.seq, self.value = setting.batch, setting.seq, setting.value
+        names = ("batch", "seq", "bytes_per_value", "dropout", "implementation", "attention")
+        self.how = {name: getattr(setting, name) for name in names}
         self.n = self.batch * self.seq
         self.boundary = self.n * self.config.hidden * self.value
         self._known: dict[tuple[bool, str], dict[str, int]] = {}
@@ -337,7 +336,6 @@ class _Blocks:
         return flops - (skipped_by_early_stop(self.config, self.n) if stops else 0)
 
 
-@accepts_old_names
 def recompute_cost(
     config: ModelConfig,
     strategy: str,
@@ -371,8 +369,8 @@ def recompute_cost(
         raise ValueError(
             "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
         )
-    share = Share(config, **sizes)
-    block = _Blocks(share, attention, early_stop and not reentrant, reentrant)
+    setting = BlockSetting(config=config, attention=attention, **sizes)
+    block = _Blocks(setting, early_stop and not reentrant, reentrant)
     units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
     embedding = embedding_activations(config, **sizes)
     if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
@@ -382,7 +380,7 @@ def recompute_cost(
         units=units,
         embedding=sum(embedding.values()),
         head=sum(head_activations(config, **sizes).values()),
-        model_flops=step_flops(config, batch=share.batch, seq=share.seq).model,
+        model_flops=step_flops(config, batch=setting.batch, seq=setting.seq).model,
         bandwidth=bandwidth,
     )
 

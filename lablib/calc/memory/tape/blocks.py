@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from lablib.calc.memory.tape.context import context_attention, own_ring
 from lablib.calc.memory.tape.experts import routed_experts
-from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.setting import BlockSetting
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 
 
@@ -162,6 +162,8 @@ class _EagerBlock:
             ]
             q, k = self.rotated(q, tables), self.rotated(k, tables)
         before, self.tape.recomputing = self.tape.recomputing, self.s.recompute in ("selective", "full")
+        for part in (q, k, v):  # what a replay of the core starts from
+            self.tape.kinds.setdefault(part.storage, "attention")
         mixed = self.fused(q, k, v) if self.s.fused else self.plain(q, k, v)
         self.tape.recomputing = before
         y = self.row(mixed, q_width, "attention", "output projection", c.attn_out_bias)

@@ -15,14 +15,18 @@ Transformer Engine's keeps the logits, and writes their gradient over them.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
 from lablib.calc.memory.tape.blocks import eager_block, gathered_logits, read_by_all, rmsnorm
-from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.operators import Eager
 from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
-from lablib.calc.memory.tape.setting import BlockSetting
+from lablib.calc.memory.tape.setting import FP32, INT64, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
 from lablib.calc.memory.tape.torchtitan import torchtitan_block, torchtitan_head
 
-INT64 = 8
 #: Labels of the head's tensors that are terms of their own.
 LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
 #: Operators behind the logits.
@@ -128,3 +132,35 @@ def write_tape(piece: str, setting: BlockSetting) -> Tape:
     if setting.implementation.eager:
         return eager_head(setting) if piece == "head" else eager_block(setting)
     return paper_head(setting) if piece == "head" else paper_block(setting)
+
+
+@lru_cache(maxsize=4096)
+def kept_by_kind(piece: str, setting: BlockSetting) -> Mapping[str, int]:
+    """Return the bytes that a "block", the "head" or the "embedding" keeps for backward, by kind."""
+    kept: Counter[str] = Counter()
+    for kind, _, size in write_tape(piece, setting).kept():
+        kept[kind or "input"] += size
+    return MappingProxyType(kept)
+
+
+def ids_and_positions(s: BlockSetting) -> dict[str, int]:
+    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by all blocks.
+
+    Our model reads a view of windows of s + 1 tokens, and a view keeps the whole storage; on cp ranks it copies its part.
+    Hugging Face's batches have the labels in the same tensor, and on cp ranks shifted labels and positions beside it.
+    torchtitan's have two tensors, and its tables are buffers of the model. The papers count neither.
+    """
+    c, whose, seq = s.config, s.implementation, s.seq // s.cp
+    if not whose.eager:
+        return {}
+    if whose.fused_norms:
+        return {"tokens": 2 * s.tokens * INT64, "positions": 0}
+    wide = s.low or whose.wide_tables(c)  # under autocast the stream is fp32, and the tables are too
+    tables = 2 * c.turned_dim * (FP32 if wide else s.value)
+    positions = seq * (INT64 if c.learned_positions else tables)
+    if whose.holds_variables:
+        if s.cp > 1:
+            return {"tokens": 3 * s.tokens * INT64, "positions": s.tokens * tables}
+        return {"tokens": s.tokens * INT64, "positions": positions}
+    copy = s.tokens * INT64 if s.cp > 1 else 0
+    return {"tokens": s.batch * (s.seq + 1) * INT64, "positions": positions + copy}

@@ -18,11 +18,9 @@ Source: transformers, models/mixtral/modeling_mixtral.py, models/qwen3_moe/model
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.setting import BlockSetting
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, INT64, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Value
-
-INT64 = 8
 
 
 def routed_experts(e: Eager, s: BlockSetting, x: Value) -> Value:

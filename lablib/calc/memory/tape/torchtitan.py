@@ -12,8 +12,9 @@ Source: torchtitan/models/llama3 and models/common, version 0.3.0; torch.nn.RMSN
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting, _EagerBlock
-from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.blocks import _EagerBlock
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, BlockSetting
 from lablib.calc.memory.tape.tape import Tape, Value
 
 

@@ -13,17 +13,17 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lablib.calc.memory.activations import INT64
 from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.tape import (
+    INT64,
     LOSS_OPERATORS,
     LOSS_TERMS,
     BlockSetting,
     Event,
     Item,
     Tape,
-    block_setting,
+    run_setting,
     write_tape,
 )
 from lablib.calc.memory.terms import listed
@@ -213,7 +213,7 @@ class Step:
         first = self.stage.is_first and layer in self.stage.layers[:1]
         return piece(
             which,
-            block_setting(self.run, layer, self.reduction.gradient_bytes, behind_embedding=first),
+            run_setting(self.run, layer, gradient=self.reduction.gradient_bytes, behind_embedding=first),
             out_of_place=self.out_of_place,
             accumulating=self.reduction.accumulates_in_place,
             retains_grad_output=retains,
@@ -458,7 +458,7 @@ class Step:
             return {"attention_mask": run.seq * run.seq} if windowed else {}
         if not run.implementation.shares_mask:
             return {}
-        value = block_setting(run, 0, 0, behind_embedding=False).value
+        value = run_setting(run, 0).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
 
     @property
