@@ -75,6 +75,7 @@ class Candidates(Sequence[Candidate]):
         self.rates = load.rates(fitted)
         self._first = [(self._step(cut.layout), cut.least, number, 0) for number, cut in enumerate(cuts)]
         heapify(self._first)
+        self._peaks: dict[Layout, Peak] = {}  # of layouts that a walk came to
         self._known: list[Candidate] = []
         self._rest = self.walk()
 
@@ -90,7 +91,7 @@ class Candidates(Sequence[Candidate]):
             cut = self.cuts[number]
             layout = cut.at(way)
             if where is None or where(layout):
-                peak = layout_peak(self.load, layout, self.counting)
+                peak = self._peaks[layout] = layout_peak(self.load, layout, self.counting)
                 if peak.total <= self.capacity:
                     yield Candidate(layout, step_time(self.load.job(layout), self.rates), peak)
                     continue
@@ -101,9 +102,7 @@ class Candidates(Sequence[Candidate]):
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
-        tried = [cut.at(way) for cut in self.cuts for way in range(len(cut.again))]
-        known = ((layout, self.load._cache.get(("peak", layout, self.counting))) for layout in tried)
-        return [layout for layout, peak in known if peak and peak.total > self.capacity]
+        return [layout for layout, peak in self._peaks.items() if peak.total > self.capacity]
 
     def _step(self, layout: Layout) -> float:
         return sum(step_time(self.load.job(layout), self.rates).values())

@@ -87,7 +87,7 @@ class Plan:
     counting: Counting
     capacity: int
     candidates: Candidates
-    found: Found
+    found: SearchResult
 
     @property
     def valid(self) -> int:
@@ -242,7 +242,7 @@ def plan(
     return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.cuts, fitted), found)
 
 
-def _not_counted(load: Workload, found: Found, counting: Counting) -> str:
+def _not_counted(load: Workload, found: SearchResult, counting: Counting) -> str:
     """Say why no layout is counted: what refuses data parallelism alone, which is the model, or else what is frequent."""
     alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
     often = Counter(alone).most_common(1)[0][0]
@@ -276,7 +276,7 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The result of a search, before it is timed.
 
     Attributes:
@@ -294,11 +294,12 @@ class Found:
     left_out: Counter = field(default_factory=Counter)
 
 
-def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> Found:
+def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> SearchResult:
     """Return every layout that could fit, and why the others do not."""
-    found = Found()
+    one = _Search(load, fixed, capacity, counting)
     for shape in shapes(load, fixed):
-        _search_shape(load, fixed, capacity, counting, shape, found)
+        one.add(shape)
+    found = one.found
     could = {cut.layout.shape for cut in found.cuts}
     found.least = {key: value for key, value in found.least.items() if key not in could}
     return found
@@ -352,70 +353,77 @@ def divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def _search_shape(
-    load: Workload, fixed: dict[str, object], capacity: float, counting: Counting, shape: Layout, found: Found
-) -> None:
-    """Add what a shape allows."""
-    replica = load.global_batch // shape.dp
-    zeros = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else counting.zeros))
-    for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
-        if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
-            continue
-        for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
-            cut = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-            counted = _counted(load, cut, zeros, list(_options(fixed, "recompute", RECOMPUTE)), counting, found)
-            ways = dict.fromkeys(how for _, hows in counted for how in hows)
-            kept = {how: activation_memory(load, cut, how, counting.implementation)[0] for how in ways}
-            for zero, hows in counted:
-                _could_fit(load, cut, zero, hows, kept, capacity, found)
+class _Search:
+    """Adds shape after shape to what was found."""
 
+    def __init__(self, load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> None:
+        self.load, self.fixed, self.capacity, self.counting = load, fixed, capacity, counting
+        self.found = SearchResult()
+        self._known: dict[tuple, dict[tuple[int, str], str]] = {}  # refusals of layouts that are alike
 
-def _counted(
-    load: Workload, cut: Layout, zeros: list[int], hows: list[str], counting: Counting, found: Found
-) -> list[tuple[int, list[str]]]:
-    """Return the ways to recompute that are counted by ZeRO stage, and count the others."""
-    key = "counted", tuple(n > 1 for n in cut.shape), cut.ep > 1, cut.etp, cut.schedule, counting, *zeros, *hows
-    if key not in load._cache:
-        why = {(z, how): refusal(load, replace(cut, zero=z, recompute=how), counting) for z in zeros for how in hows}
-        ways = [(zero, [how for how in hows if not why[zero, how]]) for zero in zeros]
-        load._cache[key] = [pair for pair in ways if pair[1]], Counter(filter(None, why.values()))
-    ways, reasons = load._cache[key]
-    if reasons:
-        found.left_out.update(reasons)
-    return ways
+    def add(self, shape: Layout) -> None:
+        """Add what a shape allows."""
+        load, fixed = self.load, self.fixed
+        replica = load.global_batch // shape.dp
+        stages = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros))
+        modes = list(_options(fixed, "recompute", RECOMPUTE))
+        for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
+            if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
+                continue
+            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
+                layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                refused = self._refusals(layout, stages, modes)
+                counted = [mode for mode in modes if not all(refused[zero, mode] for zero in stages)]
+                kept = {mode: activation_memory(load, layout, mode, self.counting.implementation) for mode in counted}
+                for zero in stages:
+                    here = [mode for mode in counted if not refused[zero, mode]]
+                    if here:
+                        self._add_zero(layout, zero, here, kept)
 
+    def _refusals(self, layout: Layout, stages: list[int], modes: list[str]) -> dict[tuple[int, str], str]:
+        """Return why a layout is not counted, by ZeRO stage and recomputation, and count the reasons."""
+        like = tuple(n > 1 for n in layout.shape), layout.ep > 1, layout.etp, layout.schedule, *stages
+        if like not in self._known:
+            self._known[like] = {
+                (zero, mode): refusal(self.load, replace(layout, zero=zero, recompute=mode), self.counting)
+                for zero in stages
+                for mode in modes
+            }
+        refused = self._known[like]
+        if any(refused.values()):
+            self.found.left_out.update(filter(None, refused.values()))
+        return refused
 
-def _could_fit(
-    load: Workload, cut: Layout, zero: int, hows: list[str], kept: dict[str, list[int]], capacity: float, found: Found
-) -> None:
-    """Add the ways to recompute that could fit, and count the others; of a dropped shape only the least is kept.
+    def _add_zero(self, layout: Layout, zero: int, modes: list[str], kept: dict[str, list[int]]) -> None:
+        """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
-    A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
-    micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
-    """
-    terms = ["weights", "optimizer"]
-    if cut.num_microbatches(load.global_batch) > 1 and cut.schedule != "gpipe":
-        terms.append("gradients")
-    if zero == 2:
-        terms.append("gathered_weights")
-    stages = state_memory(load, cut, zero)
-    sums = [sum(stage[term] for term in terms) for stage in stages]
-    could: list[tuple[str, int]] = []
-    for how in hows:
-        found.valid += 1
-        least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[how], strict=True)))
-        if least <= capacity:
-            could.append((how, least))
-            continue
-        states = stages[-worst]
-        name = max(terms, key=states.get)
-        found.dropped["activations" if kept[how][-worst] > states[name] else name] += 1
-        known = found.least.get(cut.shape)  # of shapes that could fit somewhere it is forgotten at the end
-        if known is None or least < known[0]:
-            found.least[cut.shape] = least, replace(cut, zero=zero, recompute=how)
-    if could:
-        (first, least), ways = could[0], tuple(how for how, _ in could)
-        found.cuts.append(Cut(replace(cut, zero=zero, recompute=first), ways, least))
+        A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
+        micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
+        """
+        found = self.found
+        terms = ["weights", "optimizer"]
+        if layout.num_microbatches(self.load.global_batch) > 1 and layout.schedule != "gpipe":
+            terms.append("gradients")
+        if zero == 2:
+            terms.append("gathered_weights")
+        stages = state_memory(self.load, layout, zero)
+        sums = [sum(stage[term] for term in terms) for stage in stages]
+        could: list[tuple[str, int]] = []
+        for mode in modes:
+            found.valid += 1
+            least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[mode], strict=True)))
+            if least <= self.capacity:
+                could.append((mode, least))
+                continue
+            states = stages[-worst]
+            name = max(terms, key=states.get)
+            found.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
+            known = found.least.get(layout.shape)  # of shapes that could fit somewhere it is forgotten at the end
+            if known is None or least < known[0]:
+                found.least[layout.shape] = least, replace(layout, zero=zero, recompute=mode)
+        if could:
+            (first, least), modes = could[0], tuple(mode for mode, _ in could)
+            found.cuts.append(Cut(replace(layout, zero=zero, recompute=first), modes, least))
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:
