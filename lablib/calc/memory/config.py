@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from os import PathLike
@@ -37,7 +36,7 @@ def _about(
 class RunConfig:
     """Every setting of a training run, with its default and its meaning; it checks itself when it is made.
 
-    Functions, commands and the list in `training_memory`'s help are made from these fields.
+    Commands get an option for each of these fields.
 
     Raises:
         ValueError: If a setting is out of range, sizes do not divide, or settings contradict each other.
@@ -400,7 +399,7 @@ def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: obje
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json; or a RunConfig, of which other
             settings are wanted, if any.
-        **settings: Fields of `RunConfig`.
+        **settings: Fields of `RunConfig`; `rung memory --help` explains them.
 
     Raises:
         ValueError: If a setting does not exist, or as `RunConfig`.
@@ -411,21 +410,6 @@ def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: obje
     if isinstance(model, RunConfig):
         return replace(model, **settings) if settings else model
     return RunConfig(model=model, **settings)
-
-
-def takes_settings(function: Callable) -> Callable:
-    """Give a function with `**settings` the signature, and the text of help, that name every setting of a run."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    made = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type)
-        for name, setting in SETTINGS.items()
-    ]
-    first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-    function.__signature__ = signature.replace(parameters=[*first, *made, *own[len(first) :]])
-    listed = (f"    {name}: {setting.metadata['help']}" for name, setting in SETTINGS.items())
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *listed])
-    return function
 
 
 def _sizes(layers_per_stage: object) -> tuple[int, ...] | None:

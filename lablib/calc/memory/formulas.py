@@ -31,7 +31,7 @@ from math import prod
 from os import PathLike
 
 from lablib.calc.errors import check_stage
-from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.config import RunConfig, run_config
 from lablib.calc.memory.stage import Stage, joined_shapes, shard_params, unit_shapes
 from lablib.calc.memory.tape import FP32, INT64, BlockSetting, ids_and_positions, kept_by_kind, run_setting
 from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
@@ -42,7 +42,6 @@ NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
 ON_DEVICE = {"optimizer": WEIGHT_TERMS + GRADIENT_TERMS, "gradients": WEIGHT_TERMS, "parameters": ()}
 
 
-@takes_settings
 def training_memory(
     model: RunConfig | ModelConfig | str | PathLike, *, stage: int | None = None, **settings: object
 ) -> MemoryBreakdown:
@@ -51,7 +50,7 @@ def training_memory(
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
         stage: Pipeline stage to describe; None means the one that needs most.
-        **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
+        **settings: Fields of `lablib.calc.memory.RunConfig`; `rung memory --help` explains them.
 
     Raises:
         ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.

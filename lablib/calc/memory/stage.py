@@ -32,21 +32,21 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     the rows of two tensors of three dims, whose first is the number of experts.
     """
     shapes: list[Shape] = []
-    whose, model = run.implementation, run.model
+    implementation, model = run.implementation, run.model
     for tensor in tensors:
         outputs, inputs = tensor.local_shape(run.tp, run.etp)
         copies, of = tensor.local_copies(run.ep), tensor.component
-        if of == "attention" and tensor.split == "outputs" and whose.joins_qkv(model):
+        if of == "attention" and tensor.split == "outputs" and implementation.joins_qkv(model):
             if copies == 2:
                 continue  # k and v, which come with q
             outputs += 2 * model.kv_width // run.tp
-        elif of == "mlp" and tensor.split == "outputs" and whose.joins_gate(model):
+        elif of == "mlp" and tensor.split == "outputs" and implementation.joins_gate(model):
             outputs, copies = outputs * copies, 1
-        elif tensor.is_expert and whose.joins_experts(model):
+        elif tensor.is_expert and implementation.joins_experts(model):
             shapes.append((model.num_experts, outputs * copies // model.num_experts, inputs))
             continue
         shape = (outputs, inputs) if tensor.inputs > 1 else (outputs,)
-        turned = of in ("attention", "mlp") and whose.inputs_first(model)
+        turned = of in ("attention", "mlp") and implementation.inputs_first(model)
         shapes += [shape[::-1] if turned else shape] * copies
     return shapes
 

@@ -20,12 +20,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from lablib.calc.memory.tape.blocks import eager_block, gathered_logits, read_by_all, rmsnorm
+from lablib.calc.memory.tape.blocks import eager_block, fused_rmsnorm, gathered_logits, read_by_all, rmsnorm
 from lablib.calc.memory.tape.operators import Eager
 from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
 from lablib.calc.memory.tape.setting import FP32, INT64, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
-from lablib.calc.memory.tape.torchtitan import torchtitan_block, torchtitan_head
 
 #: Labels of the head's tensors that are terms of their own.
 LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
@@ -78,6 +77,21 @@ def eager_head(s: BlockSetting) -> Tape:
     return e.tape
 
 
+def torchtitan_head(s: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss, with the logits in one piece (`CrossEntropyLoss`)."""
+    c = s.config
+    e = Eager(value=s.value, gradient=s.gradient)
+    x = e.input("stream behind the last block", s.stream * c.hidden)
+    x = fused_rmsnorm(e, x, c.hidden, kind="norms", name="final norm")
+    logits = e.linear(x, c.hidden, c.vocab, kind="head", name="head", label="logits")
+    e.tape.hold(logits)
+    full = e.cast(logits, FP32, "logits in fp32")
+    scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
+    # It keeps the targets, too, which are there anyway.
+    e.make("negative log-likelihood", [scores], 1, FP32, extra=FP32, kind="loss")
+    return e.tape
+
+
 def embedding(s: BlockSetting) -> Tape:
     """Return the tape of token and position embeddings and the dropout behind them.
 
@@ -127,11 +141,11 @@ def write_tape(piece: str, setting: BlockSetting) -> Tape:
     """Return the tape of a "block", of the "head" with final norm and loss, or of the "embedding"."""
     if piece == "embedding":
         return embedding(setting)
-    if setting.implementation.fused_norms:
-        return torchtitan_head(setting) if piece == "head" else torchtitan_block(setting)
-    if setting.implementation.eager:
-        return eager_head(setting) if piece == "head" else eager_block(setting)
-    return paper_head(setting) if piece == "head" else paper_block(setting)
+    if not setting.implementation.eager:
+        return paper_head(setting) if piece == "head" else paper_block(setting)
+    if piece == "block":
+        return eager_block(setting)
+    return torchtitan_head(setting) if setting.implementation.fused_norms else eager_head(setting)
 
 
 @lru_cache(maxsize=4096)
@@ -150,15 +164,15 @@ def ids_and_positions(s: BlockSetting) -> dict[str, int]:
     Hugging Face's batches have the labels in the same tensor, and on cp ranks shifted labels and positions beside it.
     torchtitan's have two tensors, and its tables are buffers of the model. The papers count neither.
     """
-    c, whose, seq = s.config, s.implementation, s.seq // s.cp
-    if not whose.eager:
+    c, implementation, seq = s.config, s.implementation, s.seq // s.cp
+    if not implementation.eager:
         return {}
-    if whose.fused_norms:
+    if implementation.fused_norms:
         return {"tokens": 2 * s.tokens * INT64, "positions": 0}
-    wide = s.low or whose.wide_tables(c)  # under autocast the stream is fp32, and the tables are too
+    wide = s.low or implementation.wide_tables(c)  # under autocast the stream is fp32, and the tables are too
     tables = 2 * c.turned_dim * (FP32 if wide else s.value)
     positions = seq * (INT64 if c.learned_positions else tables)
-    if whose.holds_variables:
+    if implementation.holds_variables:
         if s.cp > 1:
             return {"tokens": 3 * s.tokens * INT64, "positions": s.tokens * tables}
         return {"tokens": s.tokens * INT64, "positions": positions}
