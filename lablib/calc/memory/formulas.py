@@ -8,17 +8,13 @@ Three groups, in decreasing order of certainty:
 - Buffers live for a part of the step: `rank_buffers`; weights that ZeRO-3 gathers, buckets on the wire, one layer being
   recomputed. They are estimates, and each term says what it assumes.
 
-Every term counts at its full size, so the total is the most that can coexist: gradients appear while activations
-go, but with more than one micro-batch in a step they do meet. `lablib.calc.memory.timeline` walks through the step
-instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's temporaries.
+Every term counts at its full size, so the total is the most that can coexist. `lablib.calc.memory.timeline` walks
+through the step instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's
+temporaries. Left out, because they depend on GPU and libraries: the CUDA context, workspaces, NCCL's buffers, receive
+buffers of pipeline stages, and what the allocator loses to fragmentation.
 
-Left out, because they depend on GPU and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers of
-pipeline stages, gradients of activations (the logits' is the largest), and what the allocator loses to fragmentation.
-Keep a few GiB for them, more with a large vocabulary.
-
-What is assumed where sizes do not divide: a vocabulary is padded to a multiple of tp, and a ZeRO shard is
-`ceil(n / ranks)` of all n parameters of a rank as one flat array. FSDP2 splits each tensor by its first dimension, so
-its first ranks hold up to one row per tensor more. Heads, MLP width, layers and sequence must divide.
+A vocabulary is padded to a multiple of tp, and a ZeRO shard is `ceil(n / ranks)` of all n parameters of a rank as one
+flat array. FSDP2 splits each tensor by its first dimension. Heads, MLP width, layers and sequence must divide.
 """
 
 from __future__ import annotations
@@ -151,11 +147,6 @@ def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
 
         sizes 10, 6, 5, 4, 3 on 2 ranks:   rank 0 gets 10, 4     rank 1 gets 6, 5, 3     both 14
 
-    A flat array would give ceil(28 / 2) = 14 to each, too. With one large table it does not come out even: 100, 6, 5, 4
-    on 2 ranks are 100 and 15, and more ranks help no further.
-
-        psi_max >= max(largest parameter, psi / N)    psi_max: values on the fullest rank; psi: all values; N: ranks
-
     Source: torch/distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`.
 
     Raises:
@@ -236,7 +227,11 @@ def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     tokens, positions = kept["tokens"], kept["positions"]
     if not first:
         tokens, positions = 0, 0 if run.model.learned_positions else positions
-    if run.implementation.wide_tables(run.model) and run.sharding == "fsdp2" and run.recipe.casts_when_gathered:
+    if (
+        run.model.family in run.implementation.wide_tables
+        and run.sharding == "fsdp2"
+        and run.recipe.casts_when_gathered
+    ):
         # FSDP2 casts what enters a block, and each block keeps tables of its own.
         positions *= run.model.num_layers * run.recipe.gathered // FP32
     own_positions = run.implementation.checkpoints_positions and run.cp == 1  # else the batch has them
@@ -368,8 +363,7 @@ def recomputed_layer(stage: Stage) -> dict[str, int]:
 def autocast_activations(config: ModelConfig, *, batch: int, seq: int) -> dict[str, int]:
     """Return the bytes that autograd keeps under autocast, by term: more than half of fp32, because it casts at every matmul.
 
-    - weight casts: every matrix is cast once in a step and the cast kept until backward. Autocast's cache holds casts
-      of fp32 leaves that need a gradient, until the region ends.
+    - weight casts: every matrix is cast once in a step and the cast kept until backward.
     - fp32 norms: the stream between blocks is fp32 (fp32 + bf16 is fp32), and a norm keeps its fp32 input.
     - repeated casts: a norm's fp32 output is cast once for each matmul that reads it: q, k, v, and gate and up.
     - fp32 positions: cosines and sines have the dtype of the stream.

@@ -13,11 +13,11 @@ table 2:
 | + selective recomputation | the same without the term in as |
 | full recomputation | 2sbh |
 
-The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once
-(2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
-projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
-keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
-the full q, k, v. Routing is balanced unless an imbalance is given.
+The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once (2as²b);
+grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up; an expert keeps its copy of
+the tokens it visits; latent attention (MLA) its latents, before and after their norms, and the full q, k, v.
+
+`lablib.calc.memory.tape.paper` counts the same operator by operator; a test holds the two to each other.
 
 Two kinds of values, by what divides them:
 

@@ -13,18 +13,13 @@
 | offload | everything, in the host's memory | `torch.autograd.graph.save_on_cpu` |
 | full+offload | the input of every block, in the host's memory | both together |
 
-A strategy is a list of units (`recompute_units`): which blocks, and what happens to them. Backward starts with
-everything that forward stored, and walks back. A unit that runs again adds what its blocks keep, until backward has
-passed it. So the most that is ever kept is
+A strategy is a list of units (`recompute_units`): which blocks, and what happens to them. The most that is ever kept is
 
     peak = max( embedding + Σ stored + head,  max over units i of  embedding + Σ_{j ≤ i} stored_j + transient_i - released_i )
 
-The head is gone once the last block's backward starts. Forward passes under no_grad, gradients of activations and
-workspaces are not in it: this is what autograd keeps, summed over the tensors of `saved_tensors`.
-
-FLOPs are those of `lablib.calc.flops`, matrix products alone: "full" runs every block's forward again.
-PyTorch stops a replay as soon as it has all that backward asks for (`early_stop`), and the last product of a unit,
-the down projection, is then not needed unless dropout follows it: `2 n f h` FLOPs less.
+Gradients of activations and workspaces are not in it; `lablib.calc.memory.timeline` has them. FLOPs are those of
+`lablib.calc.flops`, matrix products alone; where PyTorch stops a replay early (`early_stop`), the down projection, the
+last product of a unit, is not run again unless dropout follows it: `2 n f h` FLOPs less.
 """
 
 from __future__ import annotations
@@ -352,9 +347,8 @@ def recompute_cost(
         strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
             "full+offload".
         attention: "plain" or "fused".
-        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
-            False: a replay is a whole forward pass, as the papers that the chapter compares with count it;
-            `step_flops` has the same option, and PyTorch's default. Replays of experts are counted whole in either case.
+        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs; a
+            replay of experts is counted whole. False: a replay is a whole forward pass, as in the papers.
         reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
         bandwidth: Bytes per second to the host, per direction.
         **sizes: batch, seq, implementation ("paper" or "toy"), bytes_per_value and dropout, as in `layer_activations`.
@@ -490,9 +484,7 @@ def largest_that_fits(fits: Callable[[int], bool]) -> int:
 def chen_cost(num_layers: int, k: int) -> int:
     """Return what a chain of L equal tensors keeps at most when every k-th is stored: `⌈L / k⌉ + k`.
 
-    `⌈L / k⌉` inputs of segments, and the k tensors of the segment that runs again.
-    The sum of `L / k` and `k` is least where they are equal, at `k = √L`, and is `2 √L` there
-    (Chen et al. 2016, arXiv 1604.06174: sublinear memory at the price of one more forward pass).
+    Source: Chen et al. 2016 (arXiv 1604.06174).
 
     Raises:
         ValueError: If k is not from 1 to L.
@@ -508,11 +500,9 @@ def sqrt_segment(num_layers: int) -> int:
 
 
 def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
-    """Return the segment length with the least peak when layers keep more than their input, not rounded.
+    """Return the segment length with the least peak when layers keep more than their input: `√(L boundary / inside)`.
 
-    `(L / k) boundary + k inside` is least at `k = √(L boundary / inside)`: Narayanan et al. 2021
-    (arXiv 2104.04473), section 3.5, who write it for the number of checkpoints `L / k`.
-    With 34 h bytes inside and 2 h at the boundary k exceeds 1 only from 17 layers on.
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 3.5, who write it for the number of checkpoints `L / k`.
 
     Args:
         inside: Bytes that a whole block keeps.
@@ -528,7 +518,6 @@ def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
 def first_blocks(num_layers: int, boundary: int, block: int, room: int) -> int | None:
     """Return how many blocks must run again so that the blocks' bytes never exceed `room`; None if no number does.
 
-    The first n blocks keep their inputs, the others everything: `n x + (L - n) A` bytes when forward ends, so
     `n = ⌈(L A - M) / (A - x)⌉`. The last block gains nothing: it would be back before anything is gone.
 
     Args:

@@ -3,11 +3,8 @@
     for tensor in block_tensors(config, batch=1, seq=2048, attention="plain"):
         print(tensor.name, tensor.count, tensor.bytes)
 
-Three ways of counting, as everywhere in the course.
-"paper" is Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1, and the same counting for families that the paper
-does not have; "toy" is what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; "hf" is what Hugging Face's
-eager classes keep.
-`differences` sets them side by side: each tensor that one has and the other has not, or has in another size.
+`differences` sets the papers' counting and that of `lablib.toys.transformer` side by side: each tensor that one has and
+the other has not, or has in another size.
 
 Letters: b sequences of s tokens, n = b s, h hidden, a query heads and k key heads of width d, f inner width.
 """

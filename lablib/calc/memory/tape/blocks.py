@@ -70,7 +70,7 @@ def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Val
 def rmsnorm(e: Eager, s: BlockSetting, x: Value, width: int, *, kind: str, name: str) -> Value:
     """Return RMSNorm of x as the setting's implementation has it."""
     implementation = s.implementation
-    wide, shifted = implementation.wide_norms(s.config), implementation.shifts_norms(s.config)
+    wide, shifted = s.config.family in implementation.wide_norms, s.config.family in implementation.shifted_norms
     return e.rmsnorm(x, width, kind=kind, name=name, wide=wide, shifted=shifted)
 
 
@@ -151,7 +151,7 @@ class _EagerBlock:
     def attention(self, x: Value) -> Value:
         c, e, t, implementation = self.c, self.e, self.s.tp, self.s.implementation
         q_width, kv_width = c.q_width // t, c.kv_width // t
-        if implementation.joins_qkv(c):
+        if c.family in implementation.joined_qkv:
             together = self.column(x, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
             sizes = [self.s.tokens * width for width in (q_width, kv_width, kv_width)]
             q, k, v = [e.slice(together, n) for n in sizes] if c.family == "phi3" else e.split(together, sizes)
@@ -167,7 +167,7 @@ class _EagerBlock:
                 for name, y, width in zip("qk", (q, k), widths, strict=True)
             )
         if not c.learned_positions:
-            item = FP32 if self.s.low or implementation.wide_tables(c) else self.s.value
+            item = FP32 if self.s.low or c.family in implementation.wide_tables else self.s.value
             tables = [
                 e.input(name, self.s.seq // self.s.cp * c.turned_dim, item, needs_grad=False, given=True)
                 for name in ("cosines", "sines")
@@ -186,9 +186,9 @@ class _EagerBlock:
     def rotated(self, x: Value, tables: list[Value]) -> Value:
         """Return queries or keys turned, as a whole or in part."""
         c, e, implementation = self.c, self.e, self.s.implementation
-        if not implementation.joins_rotated(c):
+        if c.family not in implementation.joined_heads:
             turned = e.rotate(x, *tables)
-            return e.cast(turned, e.item[x]) if implementation.wide_tables(c) else turned
+            return e.cast(turned, e.item[x]) if c.family in implementation.wide_tables else turned
         part = e.numbers(x) * c.turned_dim // c.head_dim
         turned, rest = e.slice(x, part), e.slice(x, e.numbers(x) - part)
         turned = e.rotate(turned, *tables)
@@ -210,7 +210,7 @@ class _EagerBlock:
             masks.append(e.make("mask", [], pairs, s.low or e.item[q], temporary=pairs, label="mask of the window"))
         mixed = e.fused_attention(q, k, v, rows, wide, kind="attention", masks=masks)
         # The kernel's output lies as its queries do: behind each other by head where they were put together.
-        return e.copy(mixed, label="attention output") if s.implementation.joins_rotated(c) else mixed
+        return e.copy(mixed, label="attention output") if c.family in s.implementation.joined_heads else mixed
 
     def plain(self, q: Value, k: Value, v: Value) -> Value:
         c, e, s = self.c, self.e, self.s
@@ -224,7 +224,7 @@ class _EagerBlock:
             q, k, v = (e.cast(x, s.low) for x in (q, k, v))
         # A batched product wants sequences and heads in one dim; a view cannot do that to both.
         many = s.batch > 1 and s.seq > 1 and c.num_heads // s.tp > 1
-        if many and not s.implementation.joins_rotated(c):  # what is put together lies so already
+        if many and c.family not in s.implementation.joined_heads:  # what is put together lies so already
             q = e.copy(q, label="q")
             k = k if groups > 1 else e.copy(k, label="k")
         scaled = e.scale(e.matmul(q, k, pairs, kind="attention", name="q kᵀ"))
@@ -264,7 +264,7 @@ class _EagerBlock:
             self.tape.use(x)
             return y
         f = c.ffn // self.s.tp
-        if self.s.implementation.joins_gate(c):
+        if c.family in self.s.implementation.joined_gate:
             together = self.column(x, 2 * f, "mlp", "gate and up projection", c.mlp_bias, label="output of gate and up")
             gate, up = e.split(together, [self.s.tokens * f] * 2)
             inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")

@@ -169,7 +169,7 @@ def ids_and_positions(s: BlockSetting) -> dict[str, int]:
         return {}
     if implementation.fused_norms:
         return {"tokens": 2 * s.tokens * INT64, "positions": 0}
-    wide = s.low or implementation.wide_tables(c)  # under autocast the stream is fp32, and the tables are too
+    wide = s.low or c.family in implementation.wide_tables  # under autocast the stream is fp32, and the tables are too
     tables = 2 * c.turned_dim * (FP32 if wide else s.value)
     positions = seq * (INT64 if c.learned_positions else tables)
     if implementation.holds_variables:

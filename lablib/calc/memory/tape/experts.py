@@ -57,7 +57,7 @@ def _router(e: Eager, s: BlockSetting, x: Value) -> tuple[Value, Value, Value]:
             kind="router",
             backward_temporary=2 * pairs * FP32,
         )
-    if not s.implementation.wide_routing(c):
+    if c.family not in s.implementation.wide_routing:
         weights = e.cast(weights, e.item[logits])
     for variable in (logits, shares):
         e.tape.use(variable)
