@@ -294,8 +294,11 @@ def test_the_toys_terms_vanish_with_their_causes():
         ({"layer": 32}, "layer=32"),
         (
             {"implementation": "torchtitan", "cp": 2},
-            "implementation='torchtitan' is not counted with cp=2 and cp_way='ring'; use cp=1",
+            "implementation='torchtitan' with cp=2 is not known with cp_way='ring'; use cp=1",
         ),
+        ({"implementation": "torchtitan", "attention": "plain"}, "torchtitan' is not known with attention='plain'"),
+        ({"implementation": "torchtitan", "tp": 2}, "torchtitan' with tp=2 is not known"),
+        ({"implementation": "toy", "tp": 2, "cp": 2}, "toy' with tp=2 is not known with cp=2"),
     ],
 )
 def test_bad_input_is_named(change, words):

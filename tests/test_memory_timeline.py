@@ -19,9 +19,9 @@ import torch
 from typer.testing import CliRunner
 
 from lablib.calc.memory import Stage, autocast_activations, run_config, training_memory
-from lablib.calc.memory.activations import block_tensors, head_activations, layer_activations, recompute_cost
+from lablib.calc.memory.activations import block_tensors, layer_activations, paper, recompute_cost
 from lablib.calc.memory.implementation import find_implementation
-from lablib.calc.memory.tape import BlockSetting, Tape, write_tape
+from lablib.calc.memory.tape import BlockSetting, Tape, kept_by_kind, write_tape
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, VIEW
 from lablib.calc.memory.timeline import explain_memory, memory_timeline
 from lablib.calc.memory.timeline.step import Piece, Step
@@ -31,8 +31,6 @@ from lablib.launch.fsdp import forecast
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
 from lablib.toys.transformer import Transformer, tiny_config
-from tests.evidence.cases import Case, case_model
-from tests.evidence.grid import BESIDE
 from tests.evidence.real_runs import allocated_peak
 from tests.processes import new_seed
 
@@ -318,61 +316,30 @@ def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:
     assert memory.terms["momentum"] + memory.terms["variance"] == rest["optimizer"] - steps
 
 
-def test_tapes_keep_what_the_closed_forms_count() -> None:
-    """Every family in the papers' counting; ours and Hugging Face's where they are known."""
+def test_the_papers_tape_keeps_what_their_equations_count() -> None:
+    """Every family, split and not; with experts also those of the fullest of several ranks."""
     for name in preset_names():
         config = preset(name)
-        layer = config.num_layers - 1
         for tp, split in ((1, False), (2, False), (2, True), (4, True)):
             if any(n % tp for n in (config.num_heads, config.num_kv_heads, config.ffn)):
                 continue
             for attention in ("fused", "plain"):
                 for dropout in (0.0, 0.1):
                     for recompute in ("none", "selective", "full"):
-                        compare("paper", config, layer, tp, split, attention, dropout, recompute)
-    for family in ("gpt2", "llama", "qwen2", "mistral"):
-        for implementation in ("toy", "hf"):
-            for attention in ("fused", "plain"):
-                for recompute in ("none", "full"):
-                    config = small("llama" if implementation == "toy" and family != "gpt2" else family)
-                    compare(implementation, config, 0, 1, False, attention, 0.0, recompute)
-    for family in {case.family for case in BESIDE if case.cp == 1}:
-        experts = Case(family=family).experts
-        for attention in ("fused", "plain"):
-            for recompute in ("none", "full"):
-                compare("hf", case_model(family, "tiny"), 0, 1, False, attention, 0.0, recompute, experts=experts)
-    for split in (False, True):  # tokens of the fullest of several ranks of experts
-        compare("paper", preset("mixtral-8x7b"), 31, 4, split, "fused", 0.0, "none", imbalance=1.37)
+                        how = {"attention": attention, "dropout": dropout, "recompute": recompute}
+                        compare(BlockSetting(config=config, batch=2, seq=64, tp=tp, sequence_parallel=split, **how))
+    for split in (False, True):
+        how = {"tp": 4, "sequence_parallel": split, "imbalance": 1.37}
+        compare(BlockSetting(config=preset("mixtral-8x7b"), batch=2, seq=64, **how))
+    for implementation in ("megatron", "megatron-te-loss"):
+        compare(BlockSetting(config=preset("llama-3-8b"), batch=2, seq=64, implementation=implementation))
 
 
-def compare(implementation, config, layer, tp, split, attention, dropout, recompute, **of_experts) -> None:
-    sizes = {"batch": 2, "seq": 64, "implementation": implementation, "tp": tp, "sequence_parallel": split}
-    sizes |= of_experts
-    counted = layer_activations(config, layer=layer, recompute=recompute, attention=attention, dropout=dropout, **sizes)
-    setting = BlockSetting(
-        config=config,
-        implementation=find_implementation(implementation),
-        batch=2,
-        seq=64,
-        fused=attention == "fused",
-        dropout=dropout > 0,
-        recompute=recompute,
-        tp=tp,
-        sequence_parallel=split,
-        layer=layer,
-        **of_experts,
-    )
-    found = by_kind(write_tape("block", setting))
-    assert found == {kind: size for kind, size in counted.items() if size}, (config.name, sizes, recompute)
-    head = {k: v for k, v in head_activations(config, **sizes).items() if v}
-    assert by_kind(write_tape("head", setting)) == head, config.name
-
-
-def by_kind(tape: Tape) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for kind, _, size in tape.kept():
-        found[kind] = found.get(kind, 0) + size
-    return found
+def compare(setting: BlockSetting) -> None:
+    layer = {kind: size for kind, size in paper.layer(setting).items() if size}
+    assert kept_by_kind("block", setting) == layer, setting
+    assert kept_by_kind("head", setting) == paper.head(setting), setting
+    assert sum(kept_by_kind("embedding", setting).values()) == sum(paper.embedding(setting).values()), setting
 
 
 def test_named_tensors_of_hugging_face_sum_to_its_layer() -> None:
@@ -385,6 +352,26 @@ def test_named_tensors_of_hugging_face_sum_to_its_layer() -> None:
                     how |= {"attention": attention, "dropout": dropout}
                     tensors = block_tensors(config, **how)
                     assert sum(t.bytes for t in tensors) == sum(layer_activations(config, **how).values())
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"dp": 4, "ep": 4}, {"dp": 4, "tp": 2, "ep": 8, "etp": 1}, {"dp": 2, "tp": 2, "ep": 2}]
+)
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_backward_makes_the_gradients_of_this_rank_s_experts_alone(ranks: dict, tuning: str) -> None:
+    run = run_config("mixtral-8x7b", seq=64, tuning=tuning, **ranks)
+    last = memory_timeline(run).instant("backward of the embedding")
+    table = run.model.vocab * run.model.hidden * 2 // run.tp * (tuning == "full")
+    assert last.term("gradients") + table == training_memory(run).terms["gradients"]
+
+
+@pytest.mark.parametrize("targets", ["all", "attention"])
+@pytest.mark.parametrize(
+    ("model", "implementation"), [("gpt2", "toy"), ("llama-3.2-1b", "hf"), ("deepseek-v2-lite", "paper")]
+)
+def test_adapters_keep_the_same_in_the_sum_and_in_the_timeline(model: str, implementation: str, targets: str) -> None:
+    run = run_config(model, seq=64, tuning="lora", lora_targets=targets, implementation=implementation)
+    assert training_memory(run).activations == sum(memory_timeline(run).saved.values())
 
 
 def test_autocast_keeps_what_chapter_8_counts() -> None:
@@ -470,7 +457,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
         implementation=find_implementation("hf"),
         batch=2,
         seq=16,
-        value=4,
+        bytes_per_value=4,
         gradient=4,
         lora_rank=5,
     )
@@ -492,7 +479,7 @@ def test_the_first_matrix_of_an_adapter_goes_backward_last() -> None:
 def test_variables_of_hugging_face_s_loss() -> None:
     """The output of the last norm, which a frozen head does not keep, and the padded targets."""
     config, batch, seq = small("llama"), 2, 16
-    how = {"config": config, "batch": batch, "seq": seq, "value": 4, "gradient": 4}
+    how = {"config": config, "batch": batch, "seq": seq, "bytes_per_value": 4, "gradient": 4}
 
     def held(implementation: str, rank: int) -> dict[str, int]:
         tape = write_tape(
@@ -518,7 +505,7 @@ def test_autocast_caches_adapters_whose_input_is_fp32() -> None:
         "implementation": find_implementation("hf"),
         "batch": 2,
         "seq": 16,
-        "value": 4,
+        "bytes_per_value": 4,
         "gradient": 4,
         "recompute": "full",
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from os import PathLike
+from typing import Any
 
 from lablib.calc.errors import LARGEST, check_flag, check_whole, either, one_of
-from lablib.calc.memory.implementation import Implementation, current_names, find_implementation
+from lablib.calc.memory.implementation import ATTENTION, Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
 from lablib.calc.parallel import WAYS, check_degrees, check_schedule
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
@@ -20,164 +20,127 @@ from lablib.calc.units import MiB
 TUNINGS = ("full", "lora", "qlora")
 LORA_TARGETS = ("all", "attention")
 RECOMPUTE = ("none", "selective", "full")
-ATTENTION = ("fused", "plain")
 SHARDINGS = ("flat", "fsdp2", "per-tensor")
 MOST_LAYERS = 100_000  # as of a config.json
 LONGEST = 2**30  # tokens of a sequence; the longest of a published model is below 2**27
 OFFLOADS = ("none", "optimizer", "gradients", "parameters")
 
 
-def _about(
-    text: str, *, choices: tuple[str, ...] = (), least: int | None = None, most: int = LARGEST, flag: bool = False
-) -> dict[str, object]:
-    """Return the metadata of a setting: its help and its range."""
-    return {"help": text, "choices": choices, "least": least, "most": most, "flag": flag}
+def _setting(
+    default: object,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: int | None = None,
+    most: int = LARGEST,
+    flag: bool = False,
+) -> Any:
+    """Return a field with its default, its help and its range."""
+    about = {"help": text, "choices": choices, "least": least, "most": most, "flag": flag}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Every setting of a training run, with its default and its meaning; it checks itself when it is made.
 
-    Functions, commands and the list in `training_memory`'s help are made from these fields.
+    Commands get an option for each of these fields.
 
     Raises:
         ValueError: If a setting is out of range, sizes do not divide, or settings contradict each other.
     """
 
     model: ModelConfig
-    recipe: Recipe = field(
-        default="mixed-bf16", metadata=_about("Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`.")
+    recipe: Recipe = _setting("mixed-bf16", "Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`.")
+    optimizer: Optimizer = _setting("adamw", "adamw, adamw-8bit, sgd or sgd-momentum.")
+    tuning: str = _setting(
+        "full",
+        "full; lora: frozen weights and trained adapters; qlora: the same with the blocks' matrices in NF4.",
+        choices=TUNINGS,
     )
-    optimizer: Optimizer = field(default="adamw", metadata=_about("adamw, adamw-8bit, sgd or sgd-momentum."))
-    tuning: str = field(
-        default="full",
-        metadata=_about(
-            "full; lora: frozen weights and trained adapters; qlora: the same with the blocks' matrices in NF4.",
-            choices=TUNINGS,
-        ),
+    lora_rank: int = _setting(16, "Rank of the adapters.", least=1)
+    lora_targets: str = _setting(
+        "all", "Matrices of a block with an adapter: all (QLoRA's advice) or attention.", choices=LORA_TARGETS
     )
-    lora_rank: int = field(default=16, metadata=_about("Rank of the adapters.", least=1))
-    lora_targets: str = field(
-        default="all",
-        metadata=_about(
-            "Matrices of a block with an adapter: all (QLoRA's advice) or attention.", choices=LORA_TARGETS
-        ),
+    micro_batch: int = _setting(1, "Sequences in one forward pass of one replica.", least=1)
+    seq: int = _setting(
+        None, "Tokens in a sequence, before cp divides it; default: the model's longest.", least=1, most=LONGEST
     )
-    micro_batch: int = field(default=1, metadata=_about("Sequences in one forward pass of one replica.", least=1))
-    seq: int = field(
-        default=None,
-        metadata=_about(
-            "Tokens in a sequence, before cp divides it; default: the model's longest.", least=1, most=LONGEST
-        ),
+    dp: int = _setting(1, "Data-parallel replicas.", least=1)
+    zero: int = _setting(
+        0, "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.", least=0
     )
-    dp: int = field(default=1, metadata=_about("Data-parallel replicas.", least=1))
-    zero: int = field(
-        default=0,
-        metadata=_about(
-            "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.", least=0
-        ),
+    tp: int = _setting(
+        1,
+        "Tensor-parallel ranks. With implementation toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
+        least=1,
     )
-    tp: int = field(
-        default=1,
-        metadata=_about(
-            "Tensor-parallel ranks. With implementation toy or hf it is PyTorch's parallelize_module with Hugging Face's plan.",
-            least=1,
-        ),
+    sequence_parallel: bool = _setting(False, "Split norms and residuals over tp too.", flag=True)
+    pp: int = _setting(1, "Pipeline stages.", least=1)
+    schedule: str = _setting("1f1b", "1f1b, gpipe or interleaved.", choices=SCHEDULES)
+    virtual_stages: int = _setting(1, "Chunks of layers in each stage, when interleaved.", least=1)
+    num_microbatches: int | None = _setting(
+        None, "Micro-batches in a step; default: enough to fill the pipeline.", least=1
     )
-    sequence_parallel: bool = field(default=False, metadata=_about("Split norms and residuals over tp too.", flag=True))
-    pp: int = field(default=1, metadata=_about("Pipeline stages.", least=1))
-    schedule: str = field(default="1f1b", metadata=_about("1f1b, gpipe or interleaved.", choices=SCHEDULES))
-    virtual_stages: int = field(
-        default=1, metadata=_about("Chunks of layers in each stage, when interleaved.", least=1)
+    layers_per_stage: tuple[int, ...] | None = _setting(None, "Layers of each stage, if uneven: 7,8,8,7.")
+    cp: int = _setting(1, "Context-parallel ranks, which split every sequence and hold the same weights.", least=1)
+    cp_way: str = _setting(
+        "ring",
+        "How queries meet the keys of all cp ranks: ring (keys and values travel from rank to rank), gathered (all are "
+        "gathered) or ulysses (ranks exchange heads for tokens).",
+        choices=WAYS,
     )
-    num_microbatches: int | None = field(
-        default=None, metadata=_about("Micro-batches in a step; default: enough to fill the pipeline.", least=1)
+    ep: int = _setting(1, "Expert-parallel ranks, taken from cp times dp.", least=1)
+    etp: int | None = _setting(
+        None, "Ranks that split one expert; ep times etp divides tp times cp times dp; default: tp.", least=1
     )
-    layers_per_stage: tuple[int, ...] | None = field(
-        default=None, metadata=_about("Layers of each stage, if uneven: 7,8,8,7.")
+    recompute: str = _setting(
+        "none",
+        "none, selective (the attention core runs again) or full (all but each block's input).",
+        choices=RECOMPUTE,
     )
-    cp: int = field(
-        default=1,
-        metadata=_about("Context-parallel ranks, which split every sequence and hold the same weights.", least=1),
+    attention: str = _setting("fused", "fused, which never stores the scores, or plain, which does.", choices=ATTENTION)
+    implementation: Implementation = _setting(
+        "paper",
+        "Whose tensors: paper (Korthikanti et al.), toy (lablib.toys.transformer), hf (Hugging Face's eager classes), "
+        "torchtitan (its Llama 3), megatron (Megatron-LM with Transformer Engine) or megatron-te-loss (and its "
+        "fused loss).",
     )
-    cp_way: str = field(
-        default="ring",
-        metadata=_about(
-            "How queries meet the keys of all cp ranks: ring (keys and values travel from rank to rank), gathered (all are "
-            "gathered) or ulysses (ranks exchange heads for tokens).",
-            choices=WAYS,
-        ),
+    experts: str = _setting(
+        "grouped",
+        "How Hugging Face's classes run experts: grouped (grouped_mm, their default) or loop (their eager one: one "
+        "expert after the other).",
+        choices=("grouped", "loop"),
     )
-    ep: int = field(default=1, metadata=_about("Expert-parallel ranks, taken from cp times dp.", least=1))
-    etp: int | None = field(
-        default=None,
-        metadata=_about(
-            "Ranks that split one expert; ep times etp divides tp times cp times dp; default: tp.", least=1
-        ),
+    imbalance: float = _setting(
+        1.0, "Tokens that the fullest expert-parallel rank gets, over the average; with ep above 1."
     )
-    recompute: str = field(
-        default="none",
-        metadata=_about(
-            "none, selective (the attention core runs again) or full (all but each block's input).", choices=RECOMPUTE
-        ),
+    dropout: float | None = _setting(None, "Dropout probability; default: as published.")
+    offload: str = _setting(
+        "none",
+        "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
+        "(all states; weights are gathered unit by unit).",
+        choices=OFFLOADS,
     )
-    attention: str = field(
-        default="fused",
-        metadata=_about("fused, which never stores the scores, or plain, which does.", choices=ATTENTION),
+    gradient_as_bucket_view: bool = _setting(
+        False, "DDP's option: gradients live in its buckets, with no second copy.", flag=True
     )
-    implementation: Implementation = field(
-        default="paper",
-        metadata=_about(
-            "Whose tensors: paper (Korthikanti et al.), toy (lablib.toys.transformer), hf (Hugging Face's eager classes), "
-            "torchtitan (its Llama 3), megatron (Megatron-LM with Transformer Engine) or megatron-te-loss (and its "
-            "fused loss)."
-        ),
+    bucket_bytes: int = _setting(
+        25 * MiB, "Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0
     )
-    experts: str = field(
-        default="grouped",
-        metadata=_about(
-            "How Hugging Face's classes run experts: grouped (grouped_mm, their default) or loop (their eager one: one "
-            "expert after the other).",
-            choices=("grouped", "loop"),
-        ),
+    prefetch: int | None = _setting(
+        None,
+        "Units that ZeRO-3 gathers ahead of the one in use; default: 1 with sharding flat, and what FSDP2 does by itself.",
+        least=0,
     )
-    imbalance: float = field(
-        default=1.0,
-        metadata=_about("Tokens that the fullest expert-parallel rank gets, over the average; with ep above 1."),
+    sharding: str = _setting(
+        "flat",
+        "flat: a shard is ceil(n / ranks) of one flat array; fsdp2: each tensor by its rows (fully_shard), with zero 3 "
+        "(reshards after forward) or 2 (does not); per-tensor: each tensor's optimizer states on one rank "
+        "(ZeroRedundancyOptimizer), with zero 1, and the fullest rank is described.",
+        choices=SHARDINGS,
     )
-    dropout: float | None = field(default=None, metadata=_about("Dropout probability; default: as published."))
-    offload: str = field(
-        default="none",
-        metadata=_about(
-            "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "
-            "(all states; weights are gathered unit by unit).",
-            choices=OFFLOADS,
-        ),
-    )
-    gradient_as_bucket_view: bool = field(
-        default=False, metadata=_about("DDP's option: gradients live in its buckets, with no second copy.", flag=True)
-    )
-    bucket_bytes: int = field(
-        default=25 * MiB,
-        metadata=_about("Size of a gradient bucket of ZeRO stages 1 and 2, of which two exist.", least=0),
-    )
-    prefetch: int | None = field(
-        default=None,
-        metadata=_about(
-            "Units that ZeRO-3 gathers ahead of the one in use; default: 1 with sharding flat, and what FSDP2 does by itself.",
-            least=0,
-        ),
-    )
-    sharding: str = field(
-        default="flat",
-        metadata=_about(
-            "flat: a shard is ceil(n / ranks) of one flat array; fsdp2: each tensor by its rows (fully_shard), with zero 3 "
-            "(reshards after forward) or 2 (does not); per-tensor: each tensor's optimizer states on one rank "
-            "(ZeroRedundancyOptimizer), with zero 1, and the fullest rank is described.",
-            choices=SHARDINGS,
-        ),
-    )
-    torch: str = field(default=PINNED, metadata=_about("PyTorch whose FSDP2 it is: 2.11 to 2.15."))
+    torch: str = _setting(PINNED, "PyTorch whose FSDP2 it is: 2.11 to 2.15.")
 
     def __post_init__(self) -> None:
         # Names become what they name, once, before anybody reads a field.
@@ -200,6 +163,9 @@ class RunConfig:
             sequence_parallel=self.sequence_parallel, cp_way=self.cp_way, imbalance=self.imbalance,
         )  # fmt: skip
         self._check_experts()
+        self.implementation.check_split(
+            model, attention=self.attention, seq=self.seq, tp=self.tp, cp=self.cp, cp_way=self.cp_way
+        )
         self._check_tensor_parallel()
         self._check_context_parallel()
         self._check_adapters()
@@ -254,7 +220,7 @@ class RunConfig:
     def _check_experts(self) -> None:
         """Of real classes experts were measured on one rank each."""
         m = self.model
-        real = self.implementation.joins_experts(m)
+        real = m.family in self.implementation.joined_experts
         if self.experts != "grouped" and not real:
             raise ValueError(
                 f"experts={self.experts!r} is a way of Hugging Face's classes with experts, not of {m.name} with "
@@ -273,15 +239,13 @@ class RunConfig:
         if self.tp == 1 or not self.implementation.eager:
             return
         how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
-        if self.implementation.fused_norms:
-            raise ValueError(f"{how} is not known: torchtitan splits stream and loss too; use implementation='paper'")
         unknown = m.family not in ("gpt2", "llama", "qwen2", "mistral") or self.implementation.masks_window(m, self.seq)
-        if m.tied or self.implementation.joins_qkv(m) or unknown:
+        if m.tied or m.family in self.implementation.joined_qkv or unknown:
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
             if unknown:
                 why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
-        for name, only in (("sequence_parallel", False), ("cp", 1), ("pp", 1), ("tuning", "full"), ("offload", "none")):
+        for name, only in (("sequence_parallel", False), ("pp", 1), ("tuning", "full"), ("offload", "none")):
             if getattr(self, name) != only:
                 raise ValueError(
                     f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or implementation='paper'"
@@ -299,23 +263,10 @@ class RunConfig:
 
     def _check_context_parallel(self) -> None:
         """With eager classes `cp` is a real ring's; what it was not measured with is refused."""
-        if self.cp == 1:
+        if self.cp == 1 or not self.implementation.eager:
             return
-        m, how = self.model, f"implementation={self.implementation!r} with cp={self.cp}"
-        ways = self.implementation.context_ways
-        if self.cp_way not in ways:
-            known = either(ways) if ways else "cp=1, or implementation='paper'"
-            raise ValueError(f"{how} is not known with cp_way={self.cp_way!r}; use {known}")
-        if not self.implementation.eager:
-            return
-        paper = "or implementation='paper'"
-        families = ("llama", "qwen2", "qwen3", "mistral") if self.implementation.holds_variables else ("llama", "gpt2")
-        if m.family not in families or self.implementation.masks_window(m, self.seq):
-            raise ValueError(
-                f"{how} does not know {m.name}: family {m.family!r} or its sliding window was not measured with it; use a "
-                f"model of family {either(families)} without a window, {paper}"
-            )
-        for name, only in (("pp", 1), ("tuning", "full"), ("attention", "fused"), ("dropout", 0.0)):
+        how, paper = f"implementation={self.implementation!r} with cp={self.cp}", "or implementation='paper'"
+        for name, only in (("pp", 1), ("tuning", "full"), ("dropout", 0.0)):
             if (getattr(self, name) or only) != only:
                 raise ValueError(f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, {paper}")
         if self.recipe.casts:
@@ -326,7 +277,7 @@ class RunConfig:
 
     def _check_adapters(self) -> None:
         """`lablib.launch.training.add_lora` puts adapters beside matrices with Llama's names."""
-        if self.tuning != "full" and not self.implementation.names_as_llama(self.model):
+        if self.tuning != "full" and self.model.family in self.implementation.own_names:
             raise ValueError(
                 f"tuning={self.tuning!r} is not known with implementation={self.implementation!r} and family "
                 f"{self.model.family!r}, whose matrices have other names than Llama's; use tuning='full', or "
@@ -372,15 +323,14 @@ class RunConfig:
             )
 
     def _check_torchtitan(self) -> None:
-        known = {"attention": ("fused",), "tuning": ("full",), "recipe": ("no casts",)}
-        found = {name: getattr(self, name) for name in known} | {
-            "recipe": self.recipe.name if self.recipe.casts else "no casts"
-        }
-        for name, values in known.items():
-            if found[name] not in values:
+        for name, known, only in (
+            ("tuning", self.tuning == "full", "full"),
+            ("recipe", not self.recipe.casts, "no casts"),
+        ):
+            if not known:
+                found = getattr(self, name) if name == "tuning" else self.recipe.name
                 raise ValueError(
-                    f"implementation='torchtitan' is not known with {name}={found[name]!r}; use {either(values)}, or "
-                    "implementation='paper'"
+                    f"implementation='torchtitan' is not known with {name}={found!r}; use {only}, or implementation='paper'"
                 )
 
     def _check_megatron(self) -> None:
@@ -414,7 +364,7 @@ def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: obje
     Args:
         model: A ModelConfig, the name of a preset, or the path of a config.json; or a RunConfig, of which other
             settings are wanted, if any.
-        **settings: Fields of `RunConfig`.
+        **settings: Fields of `RunConfig`; `rung memory --help` explains them.
 
     Raises:
         ValueError: If a setting does not exist, or as `RunConfig`.
@@ -425,21 +375,6 @@ def run_config(model: RunConfig | ModelConfig | str | PathLike, **settings: obje
     if isinstance(model, RunConfig):
         return replace(model, **settings) if settings else model
     return RunConfig(model=model, **settings)
-
-
-def takes_settings(function: Callable) -> Callable:
-    """Give a function with `**settings` the signature, and the text of help, that name every setting of a run."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    made = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=setting.type)
-        for name, setting in SETTINGS.items()
-    ]
-    first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
-    function.__signature__ = signature.replace(parameters=[*first, *made, *own[len(first) :]])
-    listed = (f"    {name}: {setting.metadata['help']}" for name, setting in SETTINGS.items())
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *listed])
-    return function
 
 
 def _sizes(layers_per_stage: object) -> tuple[int, ...] | None:

@@ -4,44 +4,40 @@ Three groups, in decreasing order of certainty:
 
 - States live from step to step: `flat_states`, `fsdp2_states` or `per_tensor_states`. They follow from counting
   parameters and are exact.
-- Activations live from forward to backward: `activation_terms`, formulas per operator (`lablib.calc.memory.activations`).
+- Activations live from forward to backward: `activation_terms`, what the tapes of `lablib.calc.memory.tape` keep.
 - Buffers live for a part of the step: `rank_buffers`; weights that ZeRO-3 gathers, buckets on the wire, one layer being
   recomputed. They are estimates, and each term says what it assumes.
 
-Every term counts at its full size, so the total is the most that can coexist: gradients appear while activations
-go, but with more than one micro-batch in a step they do meet. `lablib.calc.memory.timeline` walks through the step
-instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's temporaries.
+Every term counts at its full size, so the total is the most that can coexist. `lablib.calc.memory.timeline` walks
+through the step instead, and adds what is short-lived: gradients of activations, of the logits, the optimizer's
+temporaries. Left out, because they depend on GPU and libraries: the CUDA context, workspaces, NCCL's buffers, receive
+buffers of pipeline stages, and what the allocator loses to fragmentation.
 
-Left out, because they depend on GPU and libraries: the CUDA context, workspaces, NCCL's buffers, receive buffers of
-pipeline stages, gradients of activations (the logits' is the largest), and what the allocator loses to fragmentation.
-Keep a few GiB for them, more with a large vocabulary.
-
-What is assumed where sizes do not divide: a vocabulary is padded to a multiple of tp, and a ZeRO shard is
-`ceil(n / ranks)` of all n parameters of a rank as one flat array. FSDP2 splits each tensor by its first dimension, so
-its first ranks hold up to one row per tensor more. Heads, MLP width, layers and sequence must divide.
+A vocabulary is padded to a multiple of tp, and a ZeRO shard is `ceil(n / ranks)` of all n parameters of a rank as one
+flat array. FSDP2 splits each tensor by its first dimension. Heads, MLP width, layers and sequence must divide.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heapreplace
 from math import prod
 from os import PathLike
 
 from lablib.calc.errors import check_stage
-from lablib.calc.memory.activations import FP32, INT64, embedding_activations, head_activations, layer_activations
-from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.config import RunConfig, run_config
 from lablib.calc.memory.stage import Stage, joined_shapes, shard_params, unit_shapes
+from lablib.calc.memory.tape import FP32, INT64, BlockSetting, ids_and_positions, kept_by_kind, run_setting
 from lablib.calc.memory.terms import GRADIENT_TERMS, WEIGHT_TERMS, MemoryBreakdown, listed
-from lablib.calc.models import ModelConfig, layer_tensors
+from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import shard_size, state_terms
 
 NF4_BLOCK, NF4_SECOND_BLOCK = 64, 256
 ON_DEVICE = {"optimizer": WEIGHT_TERMS + GRADIENT_TERMS, "gradients": WEIGHT_TERMS, "parameters": ()}
 
 
-@takes_settings
 def training_memory(
     model: RunConfig | ModelConfig | str | PathLike, *, stage: int | None = None, **settings: object
 ) -> MemoryBreakdown:
@@ -50,7 +46,7 @@ def training_memory(
     Args:
         model: A ModelConfig, the name of a preset, the path of a config.json, or a RunConfig.
         stage: Pipeline stage to describe; None means the one that needs most.
-        **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
+        **settings: Fields of `lablib.calc.memory.RunConfig`; `rung memory --help` explains them.
 
     Raises:
         ValueError: If a setting is unknown or out of range, sizes do not divide, or settings contradict each other.
@@ -151,11 +147,6 @@ def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:
 
         sizes 10, 6, 5, 4, 3 on 2 ranks:   rank 0 gets 10, 4     rank 1 gets 6, 5, 3     both 14
 
-    A flat array would give ceil(28 / 2) = 14 to each, too. With one large table it does not come out even: 100, 6, 5, 4
-    on 2 ranks are 100 and 15, and more ranks help no further.
-
-        psi_max >= max(largest parameter, psi / N)    psi_max: values on the fullest rank; psi: all values; N: ranks
-
     Source: torch/distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`.
 
     Raises:
@@ -200,88 +191,53 @@ def activation_terms(stage: Stage) -> dict[str, int]:
 
     A stage's peak holds `in_flight` micro-batches of each of its chunks; Korthikanti et al. (arXiv 2205.05198),
     equation 5 and section 4.2.3. The first stage adds the embedding's, the last the head's: norm, logits, loss.
-    Adapters add the r values between their two matrices; that the frozen matrices' own inputs are still kept is
-    exact where every matrix has an adapter, and an upper bound otherwise.
     """
     run, counts = stage.run, stage.in_flight
     terms: Counter[str] = Counter()
     for chunk, count in zip(stage.chunks, counts, strict=True):
-        for layer, alike in alike_layers(run, chunk).items():
-            for kind, size in layer_kinds(run, layer, run.recompute).items():
+        for setting, alike in alike_settings(stage, chunk).items():
+            for kind, size in kept_by_kind("block", setting).items():
                 terms[f"activations.{kind}"] += count * alike * size
+    ends = run_setting(run, 0, autocast=False)
     if stage.is_first:
-        embedding = embedding_activations(run.model, dropout=run.dropout, **_shape(run))
-        terms["activations.embedding"] += counts[0] * sum(embedding.values())
+        embedding = sum(ids_and_positions(ends).values()) + sum(kept_by_kind("embedding", ends).values())
+        terms["activations.embedding"] += counts[0] * embedding
     if stage.is_last:
-        for kind, size in head_activations(run.model, **_shape(run)).items():
+        for kind, size in kept_by_kind("head", ends).items():
             terms[f"activations.{kind}"] += counts[-1] * size
     return dict(terms)
 
 
-def alike_layers(run: RunConfig, chunk: range) -> Counter[int]:
-    """Return the first layer of each kind, with and without experts, and how many of the chunk are like it."""
+def alike_settings(stage: Stage, chunk: range) -> Counter[BlockSetting]:
+    """Return how the layers of a chunk run, autocast's casts left out, and how many run so."""
+    run = stage.run
     dense = run.model.num_dense_layers if run.model.is_moe else run.model.num_layers  # the first ones
-    parts = range(chunk.start, min(chunk.stop, dense)), range(max(chunk.start, dense), chunk.stop)
-    return Counter({part.start: len(part) for part in parts if part})
+    behind = min(int(stage.is_first and run.tuning != "full"), chunk.stop)  # a frozen embedding, which asks no gradient
+    found: Counter[BlockSetting] = Counter()
+    for start, stop in ((0, behind), (behind, dense), (max(behind, dense), chunk.stop)):
+        part = range(max(start, chunk.start), min(stop, chunk.stop))
+        if part:
+            found[run_setting(run, part[0], behind_embedding=stop == behind, autocast=False)] += len(part)
+    return found
 
 
 def fixed_activations(run: RunConfig, first: bool = True) -> dict[str, int]:
     """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by blocks."""
-    embedding = embedding_activations(run.model, dropout=0.0, **_shape(run))
+    kept = {"tokens": 0, "positions": 0} | ids_and_positions(run_setting(run, 0))
+    tokens, positions = kept["tokens"], kept["positions"]
     if not first:
-        tables = 0 if run.model.learned_positions else embedding.get("positions", 0)
-        embedding = {"positions": tables}
+        tokens, positions = 0, 0 if run.model.learned_positions else positions
+    if (
+        run.model.family in run.implementation.wide_tables
+        and run.sharding == "fsdp2"
+        and run.recipe.casts_when_gathered
+    ):
+        # FSDP2 casts what enters a block, and each block keeps tables of its own.
+        positions *= run.model.num_layers * run.recipe.gathered // FP32
     own_positions = run.implementation.checkpoints_positions and run.cp == 1  # else the batch has them
     if own_positions and run.recompute == "full" and not run.model.learned_positions:
-        embedding["position_ids"] = run.seq * INT64  # an argument of every block, which a checkpoint holds
-    if run.recipe.casts and run.implementation.eager and not run.model.learned_positions:
-        wide = run.implementation.wide_tables(run.model)
-        embedding["positions"] *= 1 if wide else FP32 // run.recipe.activation  # in the dtype of the stream
-    if run.implementation.wide_tables(run.model) and _casts_inputs(run):
-        # FSDP2 casts what enters a block, and each block keeps tables of its own.
-        embedding["positions"] *= run.model.num_layers * run.recipe.gathered // FP32
-    tokens = embedding.pop("tokens", 0)
-    return {"activations.tokens": tokens, "activations.embedding": sum(embedding.values())}
-
-
-def _casts_inputs(run: RunConfig) -> bool:
-    return run.sharding == "fsdp2" and run.recipe.casts_when_gathered
-
-
-def layer_kinds(run: RunConfig, layer: int, recompute: str) -> dict[str, int]:
-    """Return the bytes that one layer keeps of one micro-batch on one rank, by kind."""
-    kinds = layer_activations(
-        run.model, layer=layer, attention=run.attention, recompute=recompute, dropout=run.dropout, **_shape(run)
-    )
-    if run.tuning != "full" and recompute != "full":
-        kinds = kinds | {"adapters": _adapter_values(run, layer) * run.recipe.activation}
-    return kinds
-
-
-def _shape(run: RunConfig) -> dict[str, object]:
-    return {
-        "batch": run.micro_batch,
-        "seq": run.seq,
-        "implementation": run.implementation,
-        "bytes_per_value": run.recipe.activation,
-        "tp": run.tp,
-        "sequence_parallel": run.sequence_parallel and run.tp > 1,
-        "cp": run.cp,
-        "cp_way": run.cp_way,
-        "experts": run.experts,
-        "imbalance": run.imbalance,
-    }
-
-
-def _adapter_values(run: RunConfig, layer: int) -> int:
-    """Values between the two matrices of every adapter of a layer; a routed expert sees its share of the tokens."""
-    tokens = run.micro_batch * run.seq // run.cp
-    visits = 0
-    for tensor in layer_tensors(run.model, layer):
-        if tensor.is_adapted and run.lora_targets in ("all", tensor.component):
-            share = run.model.experts_per_token / run.model.num_experts if tensor.is_expert else 1
-            visits += tensor.copies * share * (run.imbalance if tensor.is_expert else 1)
-    return round(tokens * visits) * run.lora_rank
+        positions += run.seq * INT64  # an argument of every block, which a checkpoint holds
+    return {"activations.tokens": tokens, "activations.embedding": positions}
 
 
 def gradients_meet(stage: Stage) -> str:
@@ -396,9 +352,10 @@ def recomputed_layer(stage: Stage) -> dict[str, int]:
     if run.recompute == "none":
         return {}
     recomputed = [
-        sum(layer_kinds(run, layer, "none").values()) - sum(layer_kinds(run, layer, run.recompute).values())
+        sum(kept_by_kind("block", replace(setting, recompute="none")).values())
+        - sum(kept_by_kind("block", setting).values())
         for chunk in stage.chunks
-        for layer in alike_layers(run, chunk)
+        for setting in alike_settings(stage, chunk)
     ]
     return {"recomputed_layer": max(recomputed, default=0)}
 
@@ -406,8 +363,7 @@ def recomputed_layer(stage: Stage) -> dict[str, int]:
 def autocast_activations(config: ModelConfig, *, batch: int, seq: int) -> dict[str, int]:
     """Return the bytes that autograd keeps under autocast, by term: more than half of fp32, because it casts at every matmul.
 
-    - weight casts: every matrix is cast once in a step and the cast kept until backward. Autocast's cache holds casts
-      of fp32 leaves that need a gradient, until the region ends.
+    - weight casts: every matrix is cast once in a step and the cast kept until backward.
     - fp32 norms: the stream between blocks is fp32 (fp32 + bf16 is fp32), and a norm keeps its fp32 input.
     - repeated casts: a norm's fp32 output is cast once for each matmul that reads it: q, k, v, and gate and up.
     - fp32 positions: cosines and sines have the dtype of the stream.

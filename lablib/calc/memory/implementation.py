@@ -1,18 +1,98 @@
 """Whose operators are counted: the papers', this course's, Hugging Face's or Megatron-LM's; each an object that answers.
 
-    find_implementation("hf").joins_qkv(config)
+    config.family in find_implementation("hf").joined_qkv
 
-What an implementation keeps for backward is in `activations` as formulas, and in `tape` operator by operator.
+What an implementation keeps for backward is in `tape`, operator by operator.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import wraps
 
 from lablib.calc.errors import either, one_of
 from lablib.calc.models import ModelConfig
+
+#: Families that Hugging Face's classes are counted of, the plainest first.
+FAMILIES = (
+    *("gpt2", "llama", "qwen2", "mistral", "qwen3", "starcoder2", "gemma", "olmo2", "phi3", "gpt-neox"),
+    *("mixtral", "qwen3-moe"),
+)
+ATTENTION = ("fused", "plain")
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raise a ValueError that names what the toy transformer does not have."""
+    if config.family not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{config.name}: the toy transformer is built from gpt2 or llama, not from family {config.family!r}"
+        )
+    _refuse_extras(config, "the toy transformer has")
+    if not config.learned_positions and config.head_dim % 2:
+        raise ValueError(
+            f"head_dim={config.head_dim} must be even: rotary positions turn pairs; use {config.head_dim + 1}"
+        )
+
+
+def _refuse_extras(config: ModelConfig, what: str) -> None:
+    """Raise a ValueError if a model has more than blocks of attention and MLP with two norms."""
+    extras = {
+        "experts": config.is_moe,
+        "latent attention": config.is_mla,
+        "norms on q and k": config.qk_norm,
+        f"{config.norms_per_layer} norms a layer, only 2": config.norms_per_layer != 2,
+    }
+    for extra, present in extras.items():
+        if present:
+            raise ValueError(f"{config.name}: {what} no {extra}")
+
+
+def _check_hugging_face(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one of those that are counted here."""
+    family = config.family
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{config.name}: implementation='hf' knows {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}, not family "
+            f"{family!r}; use implementation='paper'"
+        )
+    gpt, plain = family == "gpt2", family in ("gpt2", "starcoder2", "gpt-neox")
+    known = {
+        "norm": "layernorm" if plain else "rmsnorm",
+        "learned_positions": gpt,
+        "gated_mlp": not plain,
+        "qk_norm": family in ("qwen3", "olmo2", "qwen3-moe"),
+        "qk_norm_shared": family != "olmo2",
+        "post_norm": family == "olmo2",
+        "norms_per_layer": 2,
+        "is_moe": family in WITH_EXPERTS,
+        "num_shared_experts": 0,
+        "router_bias": False,
+        "is_mla": False,
+        "attention_sinks": False,
+        "parallel_block": config.parallel_block and family == "gpt-neox",
+        "turned_dim": config.turned_dim if family in ("phi3", "gpt-neox") else 0 if gpt else config.head_dim,
+    }
+    for field, value in known.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"{config.name}: {field}={getattr(config, field)!r} is not that of Hugging Face's {family} classes, "
+                f"where it is {value!r}"
+            )
+    if config.window and config.num_window_layers != config.num_layers:
+        raise ValueError(
+            f"{config.name}: window_layers={config.window_layers}: implementation='hf' counts a sliding window in all "
+            "layers or in none; use implementation='paper'"
+        )
+
+
+def _check_torchtitan(config: ModelConfig) -> None:
+    """Raise a ValueError unless the model is one that torchtitan's Llama 3 can be."""
+    if config.family != "llama" or config.tied or config.qkv_bias or not config.gated_mlp or config.norm != "rmsnorm":
+        raise ValueError(
+            f"{config.name}: implementation='torchtitan' knows its Llama 3, of family 'llama' with an untied head, not "
+            f"family {config.family!r}; use implementation='paper'"
+        )
+    _refuse_extras(config, "torchtitan's Llama 3 has")
 
 
 class Implementation(str):
@@ -33,6 +113,20 @@ class Implementation(str):
         recomputes: What of a block can be run again in backward.
         keeps_stage_outputs: Whether a pipeline's runtime holds a stage's output until its backward.
         keeps_logits: Whether the loss keeps the logits and writes their gradient over them, and no fp32 probabilities.
+
+    Families of models of which it has a block
+        joined_qkv: with q, k and v in one matrix.
+        joined_gate: with gate and up in one matrix.
+        inputs_first: with matrices that have their inputs first (Conv1D).
+        wide_norms: with an RMSNorm that multiplies with its weight in fp32, and not in the model's dtype.
+        shifted_norms: with an RMSNorm that multiplies with 1 + its weight, in fp32: a tensor of its own.
+        own_names: whose matrices have names that our adapters do not know.
+        wide_tables: with rotary tables that are fp32 always, and a cast back of what they turn.
+        joined_heads: that puts the turned part of a head together with the rest, even where the rest is nothing.
+        norms_last: that registers both norms behind attention and MLP.
+        joined_experts: with all experts of a layer in two tensors of three dims: gate and up, and down.
+        router_last: that registers its router behind its experts.
+        wide_routing: whose weights of the chosen experts stay fp32, so that what experts made becomes fp32 too.
     """
 
     __slots__ = ()
@@ -41,6 +135,9 @@ class Implementation(str):
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = False
     context_ways: tuple[str, ...] = ("ring",)
     recomputes: tuple[str, ...] = ("none", "selective", "full")
+    joined_qkv: tuple[str, ...] = ()
+    joined_gate = inputs_first = wide_norms = shifted_norms = own_names = wide_tables = joined_heads = ()
+    norms_last = joined_experts = router_last = wide_routing = ()
 
     def check_recompute(self, recompute: str) -> None:
         """Raise a ValueError unless there is such a run: some classes know whole blocks alone."""
@@ -51,60 +148,44 @@ class Implementation(str):
                 f"use {either(self.recomputes)}, or another implementation"
             )
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise a ValueError unless this model is counted with it."""
+        check_config(config)
+
+    def check_split(
+        self, config: ModelConfig, *, attention: str, seq: int, tp: int = 1, cp: int = 1, cp_way: str = "ring"
+    ) -> None:
+        """Raise a ValueError unless it is counted with these ranks: eager classes were measured with few models on several."""
+        one_of("attention", attention, ATTENTION)
+        if tp > 1 and self.fused_norms:
+            raise ValueError(
+                f"implementation={str(self)!r} with tp={tp} is not known: torchtitan splits stream and loss too; use "
+                "implementation='paper'"
+            )
+        if tp > 1 and cp > 1 and self.eager:
+            raise ValueError(
+                f"implementation={str(self)!r} with tp={tp} is not known with cp={cp}; use 1, or implementation='paper'"
+            )
+        how = f"implementation={str(self)!r}" + (f" with cp={cp}" if cp > 1 else "")
+        paper = "or implementation='paper'"
+        if cp > 1 and cp_way not in self.context_ways:
+            known = either(self.context_ways) if self.context_ways else f"cp=1, {paper}"
+            raise ValueError(f"{how} is not known with cp_way={cp_way!r}; use {known}")
+        families = ("llama", "qwen2", "qwen3", "mistral") if self.holds_variables else ("llama", "gpt2")
+        if cp > 1 and self.eager and (config.family not in families or self.masks_window(config, seq)):
+            raise ValueError(
+                f"{how} does not know {config.name}: family {config.family!r} or its sliding window was not measured with "
+                f"it; use a model of family {either(families)} without a window, {paper}"
+            )
+        if attention == "plain" and (self.fused_norms or (self.eager and cp > 1)):
+            raise ValueError(f"{how} is not known with attention='plain'; use 'fused', {paper}")
+
     def default_dropout(self, config: ModelConfig) -> float:
         """Return the probability of dropout where none was given."""
         return 0.0
 
-    def joins_qkv(self, config: ModelConfig) -> bool:
-        """Return whether q, k and v are one matrix."""
-        return False
-
-    def joins_gate(self, config: ModelConfig) -> bool:
-        """Return whether gate and up are one matrix."""
-        return False
-
-    def inputs_first(self, config: ModelConfig) -> bool:
-        """Return whether matrices have their inputs first (Conv1D)."""
-        return False
-
-    def wide_norms(self, config: ModelConfig) -> bool:
-        """Return whether an RMSNorm multiplies with its weight in fp32, and not in the model's dtype."""
-        return False
-
-    def shifts_norms(self, config: ModelConfig) -> bool:
-        """Return whether an RMSNorm multiplies with 1 + its weight, in fp32: a tensor of its own."""
-        return False
-
-    def names_as_llama(self, config: ModelConfig) -> bool:
-        """Return whether its matrices have names that our adapters know."""
-        return True
-
-    def wide_tables(self, config: ModelConfig) -> bool:
-        """Return whether rotary tables are fp32 always, and what they turn is cast back."""
-        return False
-
-    def joins_rotated(self, config: ModelConfig) -> bool:
-        """Return whether the turned part of a head is put together with the rest, even where the rest is nothing."""
-        return False
-
     def masks_window(self, config: ModelConfig, seq: int) -> bool:
         """Return whether fused attention gets a sliding window as a mask of every pair of tokens."""
-        return False
-
-    def norms_last(self, config: ModelConfig) -> bool:
-        """Return whether a block registers its norms behind attention and MLP."""
-        return False
-
-    def joins_experts(self, config: ModelConfig) -> bool:
-        """Return whether all experts of a layer are two tensors of three dims: gate and up, and down."""
-        return False
-
-    def routes_last(self, config: ModelConfig) -> bool:
-        """Return whether a block registers its router behind its experts."""
-        return False
-
-    def wide_routing(self, config: ModelConfig) -> bool:
-        """Return whether the weights of the chosen experts stay fp32, so that what experts made becomes fp32 too."""
         return False
 
 
@@ -113,6 +194,9 @@ class _Paper(Implementation):
     eager = False
     splits_stream = True
     context_ways = ("ring", "gathered", "ulysses")  # a rank's own q, k, v and output, whatever the way
+
+    def check_model(self, config: ModelConfig) -> None:
+        pass
 
     def default_dropout(self, config: ModelConfig) -> float:
         return 0.1 if config.family == "gpt2" else 0.0
@@ -123,45 +207,24 @@ class _HuggingFace(Implementation):
     loss_in_root = holds_variables = shares_mask = checkpoints_positions = True
     context_ways = ("ring", "gathered", "ulysses")
     recomputes = ("none", "full")  # gradient_checkpointing_enable wraps each decoder layer
+    joined_qkv = ("gpt2", "phi3", "gpt-neox")
+    joined_gate = ("phi3",)
+    inputs_first = ("gpt2",)
+    wide_norms = ("gemma", "olmo2")
+    shifted_norms = ("gemma",)
+    own_names = ("starcoder2", "phi3", "gpt-neox")
+    wide_tables = ("olmo2",)
+    joined_heads = ("phi3", "gpt-neox")
+    norms_last = tuple(family for family in FAMILIES if family not in ("gpt2", "gpt-neox"))
+    joined_experts = WITH_EXPERTS
+    router_last = ("qwen3-moe",)
+    wide_routing = ("mixtral",)
 
-    def joins_qkv(self, config: ModelConfig) -> bool:
-        return config.family in ("gpt2", "phi3", "gpt-neox")
-
-    def joins_gate(self, config: ModelConfig) -> bool:
-        return config.family == "phi3"
-
-    def inputs_first(self, config: ModelConfig) -> bool:
-        return config.family == "gpt2"
-
-    def wide_norms(self, config: ModelConfig) -> bool:
-        return config.family in ("gemma", "olmo2")
-
-    def shifts_norms(self, config: ModelConfig) -> bool:
-        return config.family == "gemma"
-
-    def names_as_llama(self, config: ModelConfig) -> bool:
-        return config.family not in ("starcoder2", "phi3", "gpt-neox")
-
-    def wide_tables(self, config: ModelConfig) -> bool:
-        return config.family == "olmo2"
-
-    def joins_rotated(self, config: ModelConfig) -> bool:
-        return config.family in ("phi3", "gpt-neox")
+    def check_model(self, config: ModelConfig) -> None:
+        _check_hugging_face(config)
 
     def masks_window(self, config: ModelConfig, seq: int) -> bool:
         return config.window > 0 and seq >= config.window
-
-    def norms_last(self, config: ModelConfig) -> bool:
-        return config.family not in ("gpt2", "gpt-neox")
-
-    def joins_experts(self, config: ModelConfig) -> bool:
-        return config.is_moe
-
-    def routes_last(self, config: ModelConfig) -> bool:
-        return config.family == "qwen3-moe"
-
-    def wide_routing(self, config: ModelConfig) -> bool:
-        return config.family == "mixtral"
 
 
 class _Torchtitan(Implementation):
@@ -171,6 +234,9 @@ class _Torchtitan(Implementation):
     fused_norms = True
     context_ways = ()
     recomputes = ("none", "full")
+
+    def check_model(self, config: ModelConfig) -> None:
+        _check_torchtitan(config)
 
 
 class _Megatron(_Paper):
@@ -222,13 +288,3 @@ def current_names(settings: dict[str, object], level: int = 3) -> dict[str, obje
         warnings.warn("sharding='whole' is now called 'per-tensor'", DeprecationWarning, stacklevel=level)
         found["sharding"] = "per-tensor"
     return found
-
-
-def accepts_old_names(function: Callable) -> Callable:
-    """Let a function take settings under the names of the version before."""
-
-    @wraps(function)
-    def call(*args: object, **settings: object) -> object:
-        return function(*args, **current_names(settings))
-
-    return call

@@ -32,21 +32,21 @@ def tensor_shapes(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     the rows of two tensors of three dims, whose first is the number of experts.
     """
     shapes: list[Shape] = []
-    whose, model = run.implementation, run.model
+    implementation, model = run.implementation, run.model
     for tensor in tensors:
         outputs, inputs = tensor.local_shape(run.tp, run.etp)
         copies, of = tensor.local_copies(run.ep), tensor.component
-        if of == "attention" and tensor.split == "outputs" and whose.joins_qkv(model):
+        if of == "attention" and tensor.split == "outputs" and model.family in implementation.joined_qkv:
             if copies == 2:
                 continue  # k and v, which come with q
             outputs += 2 * model.kv_width // run.tp
-        elif of == "mlp" and tensor.split == "outputs" and whose.joins_gate(model):
+        elif of == "mlp" and tensor.split == "outputs" and model.family in implementation.joined_gate:
             outputs, copies = outputs * copies, 1
-        elif tensor.is_expert and whose.joins_experts(model):
+        elif tensor.is_expert and model.family in implementation.joined_experts:
             shapes.append((model.num_experts, outputs * copies // model.num_experts, inputs))
             continue
         shape = (outputs, inputs) if tensor.inputs > 1 else (outputs,)
-        turned = of in ("attention", "mlp") and whose.inputs_first(model)
+        turned = of in ("attention", "mlp") and model.family in implementation.inputs_first
         shapes += [shape[::-1] if turned else shape] * copies
     return shapes
 
@@ -97,10 +97,10 @@ def in_order(run: RunConfig, tensors: Iterable[Tensor]) -> list[Shape]:
     norms = unit_shapes(run, [t for t in tensors if "norm" in t.component])[0]
     attention = _with_biases(unit_shapes(run, [t for t in tensors if t.component == "attention"])[0])
     others = [t for t in tensors if "norm" not in t.component and t.component != "attention"]
-    if run.implementation.routes_last(run.model):
+    if run.model.family in run.implementation.router_last:
         others.sort(key=lambda tensor: tensor.component == "router")
     rest = _with_biases(unit_shapes(run, others)[0])
-    if run.implementation.norms_last(run.model):
+    if run.model.family in run.implementation.norms_last:
         return attention + rest + norms
     half = len(norms) // 2
     return norms[:half] + attention + norms[half:] + rest

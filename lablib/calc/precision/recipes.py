@@ -66,27 +66,26 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    optimizer.name: optimizer
-    for optimizer in (
-        Optimizer(
-            name="adamw",
-            summary="torch.optim.AdamW: two moments",
-            source="Loshchilov and Hutter 2017 (arXiv 1711.05101)",
-            moments=("momentum", "variance"),
+    name: Optimizer(name=name, summary=summary, source=source, moments=moments, quantized=name == "adamw-8bit")
+    for name, summary, source, moments in (
+        (
+            "adamw",
+            "torch.optim.AdamW: two moments",
+            "Loshchilov and Hutter 2017 (arXiv 1711.05101)",
+            ("momentum", "variance"),
         ),
-        Optimizer(name="sgd", summary="torch.optim.SGD: no moments", source="PyTorch documentation, torch.optim"),
-        Optimizer(
-            name="sgd-momentum",
-            summary="torch.optim.SGD with momentum: one moment",
-            source="PyTorch documentation, torch.optim",
-            moments=("momentum",),
+        ("sgd", "torch.optim.SGD: no moments", "PyTorch documentation, torch.optim", ()),
+        (
+            "sgd-momentum",
+            "torch.optim.SGD with momentum: one moment",
+            "PyTorch documentation, torch.optim",
+            ("momentum",),
         ),
-        Optimizer(
-            name="adamw-8bit",
-            summary="bitsandbytes.optim.AdamW8bit and torchao.optim.AdamW8bit: 8-bit moments, fp32 scale per 256 values",
-            source="Dettmers et al. 2021 (arXiv 2110.02861) with blocks of 2,048; both implementations now use 256",
-            moments=("momentum", "variance"),
-            quantized=True,
+        (
+            "adamw-8bit",
+            "bitsandbytes.optim.AdamW8bit and torchao.optim.AdamW8bit: 8-bit moments, fp32 scale per 256 values",
+            "Dettmers et al. 2021 (arXiv 2110.02861) with blocks of 2,048; both implementations now use 256",
+            ("momentum", "variance"),
         ),
     )
 }
@@ -167,120 +166,93 @@ _MIXED = "Micikevicius et al. 2017 (arXiv 1710.03740); ZeRO (arXiv 1910.02054), 
 _FSDP2 = "PyTorch documentation, torch.distributed.fsdp.fully_shard; FSDP (arXiv 2304.11277), section 4.4"
 _MEGATRON = "Megatron-LM documentation, distributed optimizer, table of bytes per parameter"
 
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="fp32",
-            summary="everything in fp32",
-            source="4-byte weights, gradients and moments; " + _MEGATRON,
-            weights=4,
-            gradients=4,
-            gathered=4,
-            activation=4,
-        ),
-        Recipe(
-            name="mixed-bf16",
-            summary="bf16 weights and gradients, fp32 master copy and moments",
-            source=_MIXED,
-            weights=2,
-            gradients=2,
-            master=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="mixed-fp16",
-            summary="fp16 weights and gradients, fp32 master copy and moments, loss scaling",
-            source=_MIXED,
-            weights=2,
-            gradients=2,
-            master=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="mixed-bf16-fp32-grads",
-            summary="mixed-bf16 with gradients in fp32 only",
-            source=_MEGATRON + ": 18, or 6 + 12/d when sharded",
-            weights=2,
-            gradients=4,
-            master=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="mixed-bf16-fp32-accum",
-            summary="mixed-bf16 with an fp32 buffer that accumulates the bf16 gradients",
-            source="The Ultra-Scale Playbook (Hugging Face), memory for weights, gradients, optimizer states: 20",
-            weights=2,
-            gradients=2,
-            accumulation=4,
-            master=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="megatron-fp16",
-            summary="mixed-fp16 whose optimizer copies the gradients to fp32",
-            source=_MEGATRON + ": 20, or 4 + 16/d when sharded",
-            weights=2,
-            gradients=2,
-            gradient_copy=4,
-            master=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="fsdp2-mixed",
-            summary="FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered in bf16, reduced in bf16 "
-            "until torch 2.14 and in fp32 from 2.15 on",
-            source=_FSDP2 + "; reduce_dtype=None in MixedPrecisionPolicy of torch 2.15",
-            weights=4,
-            gradients=4,
-            gathered=2,
-            reduced_by_default=True,
-        ),
-        Recipe(
-            name="fsdp2-mixed-fp32-reduce",
-            summary="the same with reduce_dtype=float32, as torchtitan and this course's `shard` have it",
-            source=_FSDP2 + "; torchtitan, mixed_precision_reduce",
-            weights=4,
-            gradients=4,
-            gathered=2,
-        ),
-        Recipe(
-            name="autocast-bf16",
-            summary="torch.autocast: everything stored in fp32, matrices cast to bf16 for use",
-            source="PyTorch documentation, torch.amp",
-            weights=4,
-            gradients=4,
-            gathered=4,
-            casts=2,
-        ),
-        Recipe(
-            name="autocast-fp16",
-            summary="torch.autocast with fp16 and a GradScaler",
-            source="PyTorch documentation, torch.amp",
-            weights=4,
-            gradients=4,
-            gathered=4,
-            casts=2,
-        ),
-        Recipe(
-            name="pure-bf16",
-            summary="everything in bf16, moments too: what model.bfloat16() with torch.optim does",
-            source="torch.optim makes moments in the dtype of the parameter",
-            weights=2,
-            gradients=2,
-            moment=2,
-            gathered=2,
-        ),
-        Recipe(
-            name="pure-bf16-fp32-moments",
-            summary="bf16 weights and gradients, fp32 moments, no master copy",
-            source="the sum 2 + 2 + 8; weights need stochastic rounding to learn small updates",
-            weights=2,
-            gradients=2,
-            gathered=2,
-        ),
-    )
-}
+
+def _recipe(
+    name: str, weights: int, gradients: int, gathered: int, summary: str, source: str, **more: object
+) -> Recipe:
+    """A row of the table: bytes of a weight, of a gradient and of a gathered weight, and what else differs."""
+    sizes = {"weights": weights, "gradients": gradients, "gathered": gathered}
+    return Recipe(name=name, summary=summary, source=source, **sizes, **more)
+
+
+_ROWS = (
+    _recipe(
+        "fp32", *(4, 4, 4), "everything in fp32", "4-byte weights, gradients and moments; " + _MEGATRON, activation=4
+    ),
+    _recipe("mixed-bf16", *(2, 2, 2), "bf16 weights and gradients, fp32 master copy and moments", _MIXED, master=4),
+    _recipe(
+        "mixed-fp16",
+        *(2, 2, 2),
+        "fp16 weights and gradients, fp32 master copy and moments, loss scaling",
+        _MIXED,
+        master=4,
+    ),
+    _recipe(
+        "mixed-bf16-fp32-grads",
+        *(2, 4, 2),
+        "mixed-bf16 with gradients in fp32 only",
+        _MEGATRON + ": 18, or 6 + 12/d when sharded",
+        master=4,
+    ),
+    _recipe(
+        "mixed-bf16-fp32-accum",
+        *(2, 2, 2),
+        "mixed-bf16 with an fp32 buffer that accumulates the bf16 gradients",
+        "The Ultra-Scale Playbook (Hugging Face), memory for weights, gradients, optimizer states: 20",
+        accumulation=4,
+        master=4,
+    ),
+    _recipe(
+        "megatron-fp16",
+        *(2, 2, 2),
+        "mixed-fp16 whose optimizer copies the gradients to fp32",
+        _MEGATRON + ": 20, or 4 + 16/d when sharded",
+        gradient_copy=4,
+        master=4,
+    ),
+    _recipe(
+        "fsdp2-mixed",
+        *(4, 4, 2),
+        "FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16): fp32 shards, gathered in bf16, reduced in bf16 "
+        "until torch 2.14 and in fp32 from 2.15 on",
+        _FSDP2 + "; reduce_dtype=None in MixedPrecisionPolicy of torch 2.15",
+        reduced_by_default=True,
+    ),
+    _recipe(
+        "fsdp2-mixed-fp32-reduce",
+        *(4, 4, 2),
+        "the same with reduce_dtype=float32, as torchtitan and this course's `shard` have it",
+        _FSDP2 + "; torchtitan, mixed_precision_reduce",
+    ),
+    _recipe(
+        "autocast-bf16",
+        *(4, 4, 4),
+        "torch.autocast: everything stored in fp32, matrices cast to bf16 for use",
+        "PyTorch documentation, torch.amp",
+        casts=2,
+    ),
+    _recipe(
+        "autocast-fp16",
+        *(4, 4, 4),
+        "torch.autocast with fp16 and a GradScaler",
+        "PyTorch documentation, torch.amp",
+        casts=2,
+    ),
+    _recipe(
+        "pure-bf16",
+        *(2, 2, 2),
+        "everything in bf16, moments too: what model.bfloat16() with torch.optim does",
+        "torch.optim makes moments in the dtype of the parameter",
+        moment=2,
+    ),
+    _recipe(
+        "pure-bf16-fp32-moments",
+        *(2, 2, 2),
+        "bf16 weights and gradients, fp32 moments, no master copy",
+        "the sum 2 + 2 + 8; weights need stochastic rounding to learn small updates",
+    ),
+)
+RECIPES = {row.name: row for row in _ROWS}
 
 
 def recipe_names() -> list[str]:

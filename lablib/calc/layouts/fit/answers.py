@@ -246,7 +246,7 @@ def _fewest(spec: RunSpec, shape: _Shape, limit: int) -> int:
     numbers = _numbers(spec, width, limit)
     numbers = numbers[bisect_left(numbers, states / spec.budget) :]
     few = bisect_left(numbers, 2 * width * run.ep)
-    if run.sharding == "fsdp2" and run.implementation.joins_experts(run.model):
+    if run.sharding == "fsdp2" and run.model.family in run.implementation.joined_experts:
         # FSDP2 cuts these tensors by the number of experts: behind as many replicas shards get no smaller, and what is
         # gathered is padded; before, it is padded where they do not divide.
         numbers = numbers[: bisect_right(numbers, width * run.model.num_experts)]

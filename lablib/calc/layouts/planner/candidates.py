@@ -76,6 +76,7 @@ class Candidates(Sequence[Candidate]):
             (self._step(partition.layout), partition.least, number, 0) for number, partition in enumerate(partitions)
         ]
         heapify(self._first)
+        self._peaks: dict[Layout, Peak] = {}  # of layouts that a walk came to
         self._known: list[Candidate] = []
         self._rest = self.walk()
 
@@ -91,7 +92,7 @@ class Candidates(Sequence[Candidate]):
             partition = self.partitions[number]
             layout = partition.at(mode)
             if where is None or where(layout):
-                peak = layout_peak(self.load, layout, self.counting)
+                peak = self._peaks[layout] = layout_peak(self.load, layout, self.counting)
                 if peak.total <= self.capacity:
                     yield Candidate(layout, step_time(self.load.step_work(layout), self.rates), peak)
                     continue
@@ -102,9 +103,7 @@ class Candidates(Sequence[Candidate]):
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
-        tried = [partition.at(mode) for partition in self.partitions for mode in range(len(partition.recompute_modes))]
-        known = ((layout, self.load._cache.get(("peak", layout, self.counting))) for layout in tried)
-        return [layout for layout, peak in known if peak and peak.total > self.capacity]
+        return [layout for layout, peak in self._peaks.items() if peak.total > self.capacity]
 
     def _step(self, layout: Layout) -> float:
         return sum(step_time(self.load.step_work(layout), self.rates).values())

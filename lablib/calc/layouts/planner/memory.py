@@ -9,10 +9,10 @@ test holds the two together. It also takes the uneven first and last chunk of `c
 from __future__ import annotations
 
 from lablib.calc.layouts.planner.layout import Layout
-from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.layouts.planner.time import Workload, cached_by
 from lablib.calc.memory.activations import embedding_activations, head_activations, layer_activations
 from lablib.calc.parallel import shard_size
-from lablib.calc.schedules import chunk_layers, in_flight
+from lablib.calc.schedules import in_flight
 from lablib.calc.units import MiB
 
 TERMS = (
@@ -35,10 +35,11 @@ def layout_memory(load: Workload, layout: Layout) -> dict[str, int]:
     Args:
         layout: A layout that `check_layout` accepts.
     """
-    states = state_memory(load, layout, layout.zero)
-    kept, again = activation_memory(load, layout, layout.recompute)
+    states, kept = state_memory(load, layout, layout.zero), activation_memory(load, layout, layout.recompute)
     worst = max(range(len(states)), key=lambda i: sum(states[i].values()) + kept[i])
-    return states[worst] | {"activations": kept[worst], "recomputed_layer": again}
+    everything, stored = (block_activations(load, layout, mode) for mode in ("none", layout.recompute))
+    again = [a - b for a, b in zip(everything, stored, strict=True)]
+    return states[worst] | {"activations": kept[worst], "recomputed_layer": max(0, *again)}
 
 
 def sampled_stages(pp: int) -> list[int]:
@@ -46,14 +47,10 @@ def sampled_stages(pp: int) -> list[int]:
     return sorted({0, min(1, pp - 1), pp - 1})
 
 
+@cached_by("tp", "ep", "etp", "dp", "cp", "pp", "virtual_stages")
 def state_memory(load: Workload, layout: Layout, zero: int) -> list[dict[str, int]]:
     """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`."""
-    sampled = sampled_stages(layout.pp)
-    cuts = load.stages(layout.pp, layout.virtual_stages)
-    key = "states", layout.tp, layout.ep, layout.etp, layout.dp, layout.cp, zero, layout.pp, *(cuts[i] for i in sampled)
-    if key not in load._cache:
-        load._cache[key] = [_states(load, layout, stage, zero) for stage in sampled]
-    return load._cache[key]
+    return [_states(load, layout, stage, zero) for stage in sampled_stages(layout.pp)]
 
 
 def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, int]:
@@ -87,7 +84,7 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
 def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]:
     """Parameters of what is gathered at a time: embedding, head, and as many blocks as can be there at once."""
     parts = load.params(layout)
-    dense, sparse = load.stages(layout.pp, layout.virtual_stages)[stage]
+    dense, sparse = load.stages(layout)[stage]
     units = [parts["first"]] * min(dense, 1 + PREFETCH) + [parts["last"]] * min(sparse, 1 + PREFETCH)
     if stage == 0:
         units.append(parts["embedding"])
@@ -97,82 +94,62 @@ def _largest_units(load: Workload, layout: Layout, stage: int) -> list[tuple[int
     return units or [(0, 0)]
 
 
-def activation_memory(
-    load: Workload, layout: Layout, recompute: str, implementation: str = "paper"
-) -> tuple[list[int], int]:
-    """Return the bytes kept from forward to backward for each of `sampled_stages`, and of one layer run again."""
+def activation_memory(load: Workload, layout: Layout, recompute: str, implementation: str = "paper") -> list[int]:
+    """Return the bytes kept from forward to backward for each of `sampled_stages`."""
     m = layout.num_microbatches(load.global_batch)
     if layout.schedule != "gpipe":
         m = min(m, 2 * layout.pp)  # more are never in flight
-    key = layout.tp, layout.cp, layout.micro_batch, recompute, layout.pp, layout.virtual_stages
-    key += layout.schedule, m, implementation
-    if key not in load._cache:
-        dense, sparse, ends, again = _pieces(load, layout, recompute, implementation)
-        kept = [
-            plain * dense + experts * sparse + first * ends[0] + last * ends[1]
-            for plain, experts, first, last in _held(load, layout, m)
-        ]
-        load._cache[key] = kept, again
-    return load._cache[key]
+    return _activations(load, layout, m, recompute, implementation)
 
 
+@cached_by("tp", "cp", "micro_batch", "pp", "virtual_stages", "schedule")
+def _activations(load: Workload, layout: Layout, m: int, recompute: str, implementation: str) -> list[int]:
+    dense, sparse = block_activations(load, layout, recompute, implementation)
+    embedding, head = _end_activations(load, layout, implementation)
+    return [
+        plain * dense + experts * sparse + first * embedding + last * head
+        for plain, experts, first, last in _held(load, layout, m)
+    ]
+
+
+@cached_by("pp", "virtual_stages", "schedule")
 def _held(load: Workload, layout: Layout, m: int) -> list[tuple[int, int, int, int]]:
     """Held by each sampled stage: layers times micro-batches, without and with experts, and of the two ends."""
-    key = "held", layout.pp, layout.virtual_stages, layout.schedule, m
-    if key not in load._cache:
-        found = []
-        for stage in sampled_stages(layout.pp):
-            counts = in_flight(
-                layout.schedule, stage, layout.pp, virtual_stages=layout.virtual_stages, num_microbatches=m
-            )
-            chunks = _chunks(load, layout, stage)
-            plain = sum(n * dense for n, (dense, _) in zip(counts, chunks, strict=True))
-            experts = sum(n * sparse for n, (_, sparse) in zip(counts, chunks, strict=True))
-            first = counts[0] if stage == 0 else 0
-            found.append((plain, experts, first, counts[-1] if stage == layout.pp - 1 else 0))
-        load._cache[key] = found
-    return load._cache[key]
-
-
-def _chunks(load: Workload, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    """(Dense layers, layers with experts) of every chunk of a stage."""
-    model, chunks = load.model, layout.pp * layout.virtual_stages
-    first, middle, last = chunk_layers(model.num_layers, layout.pp, layout.virtual_stages)
-    dense_layers = model.num_dense_layers if model.is_moe else model.num_layers
     found = []
-    for chunk in range(layout.virtual_stages):
-        number = chunk * layout.pp + stage
-        size = first if number == 0 else last if number == chunks - 1 else middle
-        start = 0 if number == 0 else first + (number - 1) * middle
-        dense = max(0, min(dense_layers - start, size))
-        found.append((dense, size - dense))
+    for stage in sampled_stages(layout.pp):
+        counts = in_flight(layout.schedule, stage, layout.pp, virtual_stages=layout.virtual_stages, num_microbatches=m)
+        chunks = load.chunks(layout)[stage]
+        plain, experts = (sum(n * chunk[i] for n, chunk in zip(counts, chunks, strict=True)) for i in (0, 1))
+        first = counts[0] if stage == 0 else 0
+        found.append((plain, experts, first, counts[-1] if stage == layout.pp - 1 else 0))
     return found
 
 
-def _pieces(
-    load: Workload, layout: Layout, recompute: str, implementation: str
-) -> tuple[int, int, tuple[int, int], int]:
-    """Bytes of a dense layer, of one with experts, of the two ends, and of what a layer computes again."""
-    key = "pieces", layout.tp, layout.cp, layout.micro_batch, recompute, implementation
-    if key not in load._cache:
-        model = load.model
-        shape = {
-            "batch": layout.micro_batch,
-            "seq": load.seq,
-            "tp": layout.tp,
-            "cp": layout.cp,
-            "cp_way": load.cp_way,
-            "sequence_parallel": load.sequence_parallel and layout.tp > 1,
-            "bytes_per_value": load.recipe.activation,
-            "implementation": implementation,
-        }
-        sizes = {}
-        for how in {"none", recompute}:
-            sizes[how] = [
-                sum(layer_activations(model, layer=layer, recompute=how, attention=load.attention, **shape).values())
-                for layer in (0, model.num_layers - 1)
-            ]
-        ends = (sum(embedding_activations(model, **shape).values()), sum(head_activations(model, **shape).values()))
-        full, kept = sizes["none"], sizes[recompute]
-        load._cache[key] = *kept, ends, max(0, *(w - k for w, k in zip(full, kept, strict=True)))
-    return load._cache[key]
+@cached_by("tp", "cp", "micro_batch")
+def block_activations(load: Workload, layout: Layout, recompute: str, implementation: str = "paper") -> tuple[int, int]:
+    """Return what the first layer keeps of a micro-batch, and the last, which has experts if any has."""
+    sizes = _sizes(load, layout, implementation) | {"attention": load.attention, "recompute": recompute}
+    first, last = (
+        sum(layer_activations(load.model, layer=layer, **sizes).values()) for layer in (0, load.model.num_layers - 1)
+    )
+    return first, last
+
+
+@cached_by("tp", "cp", "micro_batch")
+def _end_activations(load: Workload, layout: Layout, implementation: str) -> tuple[int, int]:
+    sizes = _sizes(load, layout, implementation)
+    embedding, head = embedding_activations(load.model, **sizes), head_activations(load.model, **sizes)
+    return sum(embedding.values()), sum(head.values())
+
+
+def _sizes(load: Workload, layout: Layout, implementation: str) -> dict[str, object]:
+    return {
+        "batch": layout.micro_batch,
+        "seq": load.seq,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "cp_way": load.cp_way,
+        "sequence_parallel": load.sequence_parallel and layout.tp > 1,
+        "bytes_per_value": load.recipe.activation,
+        "implementation": implementation,
+    }

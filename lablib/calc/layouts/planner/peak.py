@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lablib.calc.layouts.planner.layout import Layout
-from lablib.calc.layouts.planner.memory import activation_memory
-from lablib.calc.layouts.planner.time import Workload
+from lablib.calc.layouts.planner.layout import FIELDS, Layout
+from lablib.calc.layouts.planner.memory import block_activations
+from lablib.calc.layouts.planner.time import Workload, cached_by
 from lablib.calc.memory import ROLES, RunConfig, find_term
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
 from lablib.calc.schedules import layers_per_stage
@@ -124,12 +124,13 @@ def layout_peak(load: Workload, layout: Layout, counting: Counting | None = None
     Raises:
         ValueError: As `counted_run`.
     """
-    counting = counting or Counting(recipe=load.recipe.name)
-    key = "peak", layout, counting
-    if key not in load._cache:
-        instant, step = memory_peak(counted_run(load, layout, counting), step=counting.step)
-        load._cache[key] = Peak(step.stage.number, _when(instant), dict(instant.terms))
-    return load._cache[key]
+    return _peak(load, layout, counting or Counting(recipe=load.recipe.name))
+
+
+@cached_by(*FIELDS)
+def _peak(load: Workload, layout: Layout, counting: Counting) -> Peak:
+    instant, step = memory_peak(counted_run(load, layout, counting), step=counting.step)
+    return Peak(step.stage.number, _when(instant), dict(instant.terms))
 
 
 def refusal(load: Workload, layout: Layout, counting: Counting) -> str:
@@ -139,7 +140,7 @@ def refusal(load: Workload, layout: Layout, counting: Counting) -> str:
     """
     try:
         counted_run(load, layout, counting)
-        activation_memory(load, layout, layout.recompute, counting.implementation)
+        block_activations(load, layout, layout.recompute, counting.implementation)
         if counting.accepts:
             counting.accepts(layout)
     except ValueError as error:

@@ -297,25 +297,13 @@ class SearchResult:
 
 def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> SearchResult:
     """Return every layout that could fit, and why the others do not."""
-    result = SearchResult()
+    one = _Search(load, fixed, capacity, counting)
     for shape in shapes(load, fixed):
-        replica = load.global_batch // shape.dp
-        zero_stages = _options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else counting.zeros)
-        for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
-            if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
-                continue
-            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
-                partition = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-                recompute_modes = _options(fixed, "recompute", RECOMPUTE)
-                counted, reasons = _counted_modes(load, partition, zero_stages, recompute_modes, counting)
-                result.left_out.update(reasons)
-                modes = dict.fromkeys(mode for _, modes in counted for mode in modes)
-                kept = {mode: activation_memory(load, partition, mode, counting.implementation)[0] for mode in modes}
-                for zero, modes in counted:
-                    _add_fitting(load, replace(partition, zero=zero), modes, kept, capacity, result)
-    could = {partition.layout.shape for partition in result.partitions}
-    result.least = {key: value for key, value in result.least.items() if key not in could}
-    return result
+        one.add(shape)
+    found = one.found
+    could = {partition.layout.shape for partition in found.partitions}
+    found.least = {key: value for key, value in found.least.items() if key not in could}
+    return found
 
 
 def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
@@ -366,61 +354,77 @@ def divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def _counted_modes(
-    load: Workload, partition: Layout, zero_stages: Iterable[int], recompute_modes: Iterable[str], counting: Counting
-) -> tuple[list[tuple[int, list[str]]], Counter[str]]:
-    """Return (ZeRO stage, recompute modes that are counted with it), and how many are not, by the reason."""
-    degrees = tuple(n > 1 for n in partition.shape), partition.ep > 1, partition.etp, partition.schedule
-    key = "counted", *degrees, counting, *zero_stages, *recompute_modes
-    if key not in load._cache:
-        counted, reasons = [], Counter()
-        for zero in zero_stages:
-            why = {
-                mode: refusal(load, replace(partition, zero=zero, recompute=mode), counting) for mode in recompute_modes
+class _Search:
+    """Adds shape after shape to what was found."""
+
+    def __init__(self, load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> None:
+        self.load, self.fixed, self.capacity, self.counting = load, fixed, capacity, counting
+        self.found = SearchResult()
+        self._known: dict[tuple, dict[tuple[int, str], str]] = {}  # refusals of layouts that are alike
+
+    def add(self, shape: Layout) -> None:
+        """Add what a shape allows."""
+        load, fixed = self.load, self.fixed
+        replica = load.global_batch // shape.dp
+        stages = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros))
+        modes = list(_options(fixed, "recompute", RECOMPUTE))
+        for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
+            if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
+                continue
+            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
+                layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                refused = self._refusals(layout, stages, modes)
+                counted = [mode for mode in modes if not all(refused[zero, mode] for zero in stages)]
+                kept = {mode: activation_memory(load, layout, mode, self.counting.implementation) for mode in counted}
+                for zero in stages:
+                    here = [mode for mode in counted if not refused[zero, mode]]
+                    if here:
+                        self._add_zero(layout, zero, here, kept)
+
+    def _refusals(self, layout: Layout, stages: list[int], modes: list[str]) -> dict[tuple[int, str], str]:
+        """Return why a layout is not counted, by ZeRO stage and recomputation, and count the reasons."""
+        like = tuple(n > 1 for n in layout.shape), layout.ep > 1, layout.etp, layout.schedule, *stages
+        if like not in self._known:
+            self._known[like] = {
+                (zero, mode): refusal(self.load, replace(layout, zero=zero, recompute=mode), self.counting)
+                for zero in stages
+                for mode in modes
             }
-            reasons.update(filter(None, why.values()))
-            if modes := [mode for mode, reason in why.items() if not reason]:
-                counted.append((zero, modes))
-        load._cache[key] = counted, reasons
-    return load._cache[key]
+        refused = self._known[like]
+        if any(refused.values()):
+            self.found.left_out.update(filter(None, refused.values()))
+        return refused
 
+    def _add_zero(self, layout: Layout, zero: int, modes: list[str], kept: dict[str, list[int]]) -> None:
+        """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
-def _add_fitting(
-    load: Workload,
-    partition: Layout,
-    recompute_modes: list[str],
-    kept: dict[str, list[int]],
-    capacity: float,
-    result: SearchResult,
-) -> None:
-    """Add the recompute modes that could fit, and count the others; of a dropped shape only the least is kept.
-
-    A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
-    micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
-    """
-    terms = ["weights", "optimizer"]
-    if partition.num_microbatches(load.global_batch) > 1 and partition.schedule != "gpipe":
-        terms.append("gradients")
-    if partition.zero == 2:
-        terms.append("gathered_weights")
-    stages = state_memory(load, partition, partition.zero)
-    sums = [sum(stage[term] for term in terms) for stage in stages]
-    could: list[tuple[str, int]] = []
-    for mode in recompute_modes:
-        result.valid += 1
-        least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[mode], strict=True)))
-        if least <= capacity:
-            could.append((mode, least))
-            continue
-        states = stages[-worst]
-        name = max(terms, key=states.get)
-        result.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
-        known = result.least.get(partition.shape)  # of shapes that could fit somewhere it is forgotten at the end
-        if known is None or least < known[0]:
-            result.least[partition.shape] = least, replace(partition, recompute=mode)
-    if could:
-        (first, least), modes = could[0], tuple(mode for mode, _ in could)
-        result.partitions.append(Partition(replace(partition, recompute=first), modes, least))
+        A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
+        micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
+        """
+        found = self.found
+        terms = ["weights", "optimizer"]
+        if layout.num_microbatches(self.load.global_batch) > 1 and layout.schedule != "gpipe":
+            terms.append("gradients")
+        if zero == 2:
+            terms.append("gathered_weights")
+        stages = state_memory(self.load, layout, zero)
+        sums = [sum(stage[term] for term in terms) for stage in stages]
+        could: list[tuple[str, int]] = []
+        for mode in modes:
+            found.valid += 1
+            least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[mode], strict=True)))
+            if least <= self.capacity:
+                could.append((mode, least))
+                continue
+            states = stages[-worst]
+            name = max(terms, key=states.get)
+            found.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
+            known = found.least.get(layout.shape)  # of shapes that could fit somewhere it is forgotten at the end
+            if known is None or least < known[0]:
+                found.least[layout.shape] = least, replace(layout, zero=zero, recompute=mode)
+        if could:
+            (first, least), modes = could[0], tuple(mode for mode, _ in could)
+            found.partitions.append(Partition(replace(layout, zero=zero, recompute=first), modes, least))
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:

@@ -15,8 +15,11 @@ for 2; Megatron-Core's `MoEAlltoAllTokenDispatcher` for what experts send.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from math import log2
+from operator import attrgetter
 from typing import NamedTuple
 
 from lablib.calc.communication import ring_all_gather_bytes
@@ -27,7 +30,7 @@ from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framew
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
-from lablib.calc.schedules import layers_per_stage
+from lablib.calc.schedules import stage_layers
 
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
@@ -386,12 +389,36 @@ def _exposed(job: StepWork, forward: float, backward: float, rates: Rates) -> tu
     return _added(gather, forward, rates) + _added(scatter, backward, rates), 0.0
 
 
+def cached_by(*names: str) -> Callable[[Callable], Callable]:
+    """Let a workload remember what a function of it and of a layout returns, by fields of the layout.
+
+    A search asks for ten thousand layouts, which share most of their pieces.
+
+    Args:
+        *names: Fields that the result depends on; it depends on further arguments too.
+    """
+    fields = attrgetter(*names)
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def remembered(load: Workload, layout: Layout, *args: object) -> object:
+            key = (function, fields(layout), *args)
+            if key not in load.cache:
+                load.cache[key] = function(load, layout, *args)
+            return load.cache[key]
+
+        return remembered
+
+    return decorate
+
+
 @dataclass
 class Workload:
     """A model, a cluster and a batch; pieces that layouts share are computed once.
 
     Attributes:
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
+        cache: What `cached_by` remembers.
     """
 
     model: ModelConfig
@@ -404,7 +431,7 @@ class Workload:
     framework: Framework = FRAMEWORKS["paper"]
     imbalance: float = 1.0
     cp_way: str = "ring"
-    _cache: dict = field(default_factory=dict, repr=False)
+    cache: dict = field(default_factory=dict, repr=False)
 
     @property
     def dropout(self) -> bool:
@@ -420,73 +447,69 @@ class Workload:
         model = self.model
         return min(self.imbalance, layout.ep, model.num_experts / model.experts_per_token) if model.is_moe else 1.0
 
+    @cached_by("tp", "cp", "ep", "expert_split", "micro_batch", "recompute")
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
         """Return the work of one dense layer, one layer with experts, and the head."""
-        key = "work", layout.tp, layout.cp, *_experts(layout), layout.micro_batch, layout.recompute
-        if key not in self._cache:
-            model = self.model
-            batch = MicroBatch(
-                size=layout.micro_batch,
-                seq=self.seq,
-                tp=layout.tp,
-                cp=layout.cp,
-                value=self.recipe.activation,
-                gradient=self.recipe.accumulation or self.recipe.gradients,
-                attention=self.attention,
-                sequence_parallel=self.sequence_parallel,
-                dropout=self.dropout,
-                stops_early=self.framework.stops_early,
-                imbalance=self.uneven(layout),
-                cp_way=self.cp_way,
-            )
-            first, last = (
-                layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
-                for i in (0, model.num_layers - 1)
-            )
-            self._cache[key] = first, last, head_work(model, self.cluster, batch)
-        return self._cache[key]
+        model = self.model
+        batch = MicroBatch(
+            size=layout.micro_batch,
+            seq=self.seq,
+            tp=layout.tp,
+            cp=layout.cp,
+            value=self.recipe.activation,
+            gradient=self.recipe.accumulation or self.recipe.gradients,
+            attention=self.attention,
+            sequence_parallel=self.sequence_parallel,
+            dropout=self.dropout,
+            stops_early=self.framework.stops_early,
+            imbalance=self.uneven(layout),
+            cp_way=self.cp_way,
+        )
+        first, last = (
+            layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
+            for i in (0, model.num_layers - 1)
+        )
+        return first, last, head_work(model, self.cluster, batch)
 
+    @cached_by("tp", "ep", "etp")
     def params(self, layout: Layout) -> dict[str, tuple[int, int]]:
         """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head."""
+        model = self.model
+        units = {
+            "first": layer_tensors(model, 0),
+            "last": layer_tensors(model, model.num_layers - 1),
+            "embedding": embedding_tensors(model),
+            "head": head_tensors(model),
+            "copy": embedding_tensors(model)[:1] if model.tied else [],
+        }
         split = layout.tp, layout.ep, layout.etp
-        key = "params", *split
-        if key not in self._cache:
-            model = self.model
-            units = {
-                "first": layer_tensors(model, 0),
-                "last": layer_tensors(model, model.num_layers - 1),
-                "embedding": embedding_tensors(model),
-                "head": head_tensors(model),
-                "copy": embedding_tensors(model)[:1] if model.tied else [],
-            }
-            self._cache[key] = {
-                name: tuple(
-                    sum(t.local_params(*split) for t in tensors if t.is_expert == expert) for expert in (False, True)
-                )
-                for name, tensors in units.items()
-            }
-        return self._cache[key]
+        return {
+            name: tuple(
+                sum(t.local_params(*split) for t in tensors if t.is_expert == expert) for expert in (False, True)
+            )
+            for name, tensors in units.items()
+        }
 
-    def stages(self, pp: int, virtual_stages: int) -> list[tuple[int, int]]:
-        """Return (dense layers, layers with experts) of every stage; dense ones are the first of the model."""
-        key = "stages", pp, virtual_stages
-        if key not in self._cache:
-            sizes = layers_per_stage(self.model.num_layers, pp, virtual_stages)
-            left = self.model.num_dense_layers if self.model.is_moe else self.model.num_layers
-            split = []
-            # With several chunks the first ones of every stage come first; a model's few dense layers are in them.
-            for size in sizes:
-                share = size // virtual_stages if virtual_stages > 1 and self.model.is_moe else size
-                dense = min(left, share)
-                left -= dense
-                split.append((dense, size - dense))
-            self._cache[key] = split
-        return self._cache[key]
+    @cached_by("pp", "virtual_stages")
+    def chunks(self, layout: Layout) -> list[list[tuple[int, int]]]:
+        """Return (dense layers, layers with experts) of every chunk of every stage; dense ones are the model's first."""
+        model = self.model
+        dense = model.num_dense_layers if model.is_moe else model.num_layers
+        stages = stage_layers(model.num_layers, layout.pp, layout.virtual_stages)
+        return [
+            [(len(range(c.start, min(c.stop, dense))), len(range(max(c.start, dense), c.stop))) for c in stage]
+            for stage in stages
+        ]
+
+    @cached_by("pp", "virtual_stages")
+    def stages(self, layout: Layout) -> list[tuple[int, int]]:
+        """Return (dense layers, layers with experts) of every stage."""
+        return [tuple(map(sum, zip(*chunks, strict=True))) for chunks in self.chunks(layout)]
 
     def stage_params(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return (shared, expert) parameters of a rank of a stage."""
         units = self.params(layout)
-        dense, sparse = self.stages(layout.pp, layout.virtual_stages)[stage]
+        dense, sparse = self.stages(layout)[stage]
         parts = [(dense, "first"), (sparse, "last"), (stage == 0, "embedding")]
         if stage == layout.pp - 1:
             parts += [(1, "head"), (layout.pp > 1, "copy")]
@@ -499,7 +522,7 @@ class Workload:
         Args:
             layout: A layout that `check_layout` accepts.
         """
-        stages = self._stage_work(layout)
+        stages = self._stage_work(layout, self._alike_stages(layout))
         scatter, gather, optimizer = self._data_parallel(layout)
         tokens = layout.micro_batch * self.seq / layout.cp
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
@@ -523,47 +546,29 @@ class Workload:
             cp_hides=self.cp_way == "ring",
         )
 
-    def _kinds(self, pp: int, virtual_stages: int) -> tuple[tuple[tuple[int, int, bool], int], ...]:
+    @cached_by("pp", "virtual_stages")
+    def _alike_stages(self, layout: Layout) -> tuple[tuple[tuple[int, int, bool], int], ...]:
         """Stages by (dense layers, layers with experts, whether it is the last), and how many are alike."""
-        key = "kinds", pp, virtual_stages
-        if key not in self._cache:
-            cuts = self.stages(pp, virtual_stages)
-            found = Counter((*cut, stage == pp - 1) for stage, cut in enumerate(cuts))
-            self._cache[key] = tuple(found.items())
-        return self._cache[key]
+        stages = self.stages(layout)
+        return tuple(Counter((*layers, i == layout.pp - 1) for i, layers in enumerate(stages)).items())
 
-    def _stage_work(self, layout: Layout) -> tuple[StageWork, ...]:
-        kinds = self._kinds(layout.pp, layout.virtual_stages)
-        key = "stage work", layout.tp, layout.cp, *_experts(layout), layout.micro_batch, layout.recompute, kinds
-        if key not in self._cache:
-            first, last, head = self.passes(layout)
-            found = []
-            for (dense, sparse, is_last), count in kinds:
-                forward, backward = first.forward.times(dense), first.backward.times(dense)
-                if sparse:
-                    forward = forward + last.forward.times(sparse)
-                    backward = backward + last.backward.times(sparse)
-                if is_last:
-                    forward, backward = forward + head.forward, backward + head.backward
-                found.append(StageWork(Passes(forward, backward), count))
-            self._cache[key] = tuple(found)
-        return self._cache[key]
+    @cached_by("tp", "cp", "ep", "expert_split", "micro_batch", "recompute")
+    def _stage_work(self, layout: Layout, alike: tuple) -> tuple[StageWork, ...]:
+        first, last, head = self.passes(layout)
+        found = []
+        for (dense, sparse, is_last), count in alike:
+            forward, backward = first.forward.times(dense), first.backward.times(dense)
+            if sparse:
+                forward = forward + last.forward.times(sparse)
+                backward = backward + last.backward.times(sparse)
+            if is_last:
+                forward, backward = forward + head.forward, backward + head.backward
+            found.append(StageWork(Passes(forward, backward), count))
+        return tuple(found)
 
+    @cached_by("tp", "cp", "ep", "etp", "dp", "pp", "virtual_stages", "zero")
     def _data_parallel(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds at full rate of scattering gradients, gathering weights, and the optimizer, of the largest stage."""
-        key = (
-            "data",
-            layout.tp,
-            layout.cp,
-            layout.ep,
-            layout.etp,
-            layout.dp,
-            layout.pp,
-            layout.virtual_stages,
-            layout.zero,
-        )
-        if key in self._cache:
-            return self._cache[key]
         sends = [self.stage_params(layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}]
         shared, expert = max(sends, key=sum)
         ranks, link = layout.dp * layout.cp, self.cluster.bandwidth(layout.dp * layout.cp, layout.tp)
@@ -574,12 +579,7 @@ class Workload:
         # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
         traffic = own * (self.recipe.gradients + 2 * (self.recipe.master + 8) + self.recipe.weights)
         gathered = self.recipe.gathered if layout.zero else self.recipe.gradients
-        found = (values * self.recipe.reduced(), values * gathered, traffic / self.cluster.gpu.memory_bandwidth)
+        scatter, gather = values * self.recipe.reduced(), values * gathered
+        optimizer = traffic / self.cluster.gpu.memory_bandwidth
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
-        self._cache[key] = (found[0] + found[1], 0.0, found[2]) if layout.zero == 0 else found
-        return self._cache[key]
-
-
-def _experts(layout: Layout) -> tuple[int, int, int]:
-    """What the work of a layer with experts depends on."""
-    return layout.ep, layout.expert_split
+        return (scatter + gather, 0.0, optimizer) if layout.zero == 0 else (scatter, gather, optimizer)

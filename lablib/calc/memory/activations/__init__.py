@@ -1,8 +1,8 @@
 """Activations: the bytes that a transformer block keeps for its backward, and what recomputation saves.
 
-`layer_activations` answers for one block; the formulas stand in `paper` (Korthikanti et al. 2022), `toy` (this course's
-transformer) and `hf` (Hugging Face's classes). `saved_tensors` names every tensor; `recompute` has the strategies of
-recomputation, their cost and their frontier. `share` says what of a micro-batch one rank has.
+`layer_activations` in `block` sums up what the tape of a block keeps; `saved_tensors` names every tensor of it. `paper`
+has the papers' equations (Korthikanti et al. 2022). `recompute` has the strategies of recomputation, their cost and
+their frontier.
 
 Read `paper` first, then `block`. Chapters 01 and 09.
 """
@@ -12,9 +12,9 @@ from lablib.calc.memory.activations.block import (
     head_activations,
     layer_activations,
     model_activations,
-    paper_activations,
     toy_activations,
 )
+from lablib.calc.memory.activations.paper import paper_activations
 from lablib.calc.memory.activations.recompute import (
     RecomputeCost,
     RecomputeUnit,
@@ -31,11 +31,9 @@ from lablib.calc.memory.activations.recompute import (
     sqrt_segment,
 )
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors, differences
-from lablib.calc.memory.activations.share import FP32, INT64, check_config
+from lablib.calc.memory.implementation import check_config
 
 __all__ = [
-    "FP32",
-    "INT64",
     "RecomputeCost",
     "RecomputeUnit",
     "SavedTensor",

@@ -1,7 +1,7 @@
-"""Bytes that one micro-batch leaves behind on one rank for its backward pass: counted, not fitted.
+"""Bytes that one micro-batch leaves behind on one rank for its backward pass, summed up by kind: counted, not fitted.
 
-Counted are "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`), "hf" (Hugging Face's eager classes of
-`share.FAMILIES`) and "megatron", whose kernels keep what the papers count. Formulas are in `paper`, `toy` and `hf`.
+They are what the tapes of `lablib.calc.memory.tape` keep: "paper" (Korthikanti et al.), "toy" (`lablib.toys.transformer`),
+"hf" (Hugging Face's eager classes), "torchtitan" and "megatron", whose kernels keep what the papers count.
 
 With t ranks "toy" and "hf" are PyTorch's `parallelize_module` with Hugging Face's plan: heads and the MLP are divided,
 the stream, its norms and the gathered logits are not. `toy_activations` counts `lablib.toys.tensor_parallel` instead.
@@ -9,32 +9,20 @@ the stream, its norms and the gathered logits are not. `toy_activations` counts 
 
 from __future__ import annotations
 
-from lablib.calc.errors import one_of
-from lablib.calc.memory.activations import hf, paper, torchtitan, toy
-from lablib.calc.memory.activations.share import FP32, INT64, Share, check_config
-from lablib.calc.memory.activations.toy import norm
-from lablib.calc.memory.implementation import accepts_old_names
+from lablib.calc.memory.implementation import check_config, current_names
+from lablib.calc.memory.tape import FP32, INT64, BlockSetting, ids_and_positions, kept_by_kind
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import split_heads, variant
 
-FORMULAS = {
-    "paper": paper, "toy": toy, "hf": hf, "torchtitan": torchtitan, "megatron": paper, "megatron-te-loss": paper,
-}  # fmt: skip
 BOOL = 1
 
 
-@accepts_old_names
-def layer_activations(
-    config: ModelConfig, *, recompute: str = "none", attention: str = "fused", layer: int | None = None, **sizes: object
-) -> dict[str, int]:
+def layer_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that one layer keeps for backward, for one micro-batch on one rank, by kind.
 
     Args:
-        recompute: "none"; "selective": q, k, v are kept and the attention core is run again; "full": only the
-            layer's input is kept (split by t with sequence parallelism, where the layer receives a shard).
-        attention: "plain" keeps the scores of every pair of tokens, "fused" their statistics.
-        layer: Which layer, from 0; it matters where some layers have experts. None: the last one.
-        **sizes: Fields of `Share`: batch, seq, implementation, bytes_per_value, tp, sequence_parallel, cp, dropout.
+        **sizes: Fields of `lablib.calc.memory.tape.BlockSetting`: batch and seq, and if wanted implementation,
+            recompute, attention, layer, bytes_per_value, tp, sequence_parallel, cp, dropout, ...
 
     Returns:
         Bytes by kind: "norms", "attention", "scores" and "mlp", with experts "router" and "experts" too;
@@ -43,19 +31,15 @@ def layer_activations(
     Raises:
         ValueError: If a size is not positive, factors do not divide each other, or a name is unknown.
     """
-    share = Share(config, **sizes)
-    share.implementation.check_recompute(recompute)
-    one_of("attention", attention, ("plain", "fused"))
-    # A ValueError if there is no such layer.
-    experts = config.has_experts(config.num_layers - 1 if layer is None else layer)
-    return FORMULAS[share.implementation].layer(share, experts=experts, recompute=recompute, attention=attention)
+    setting = _setting(config, sizes)
+    kinds = () if setting.recompute == "full" else ("norms", "attention", "scores", "mlp")
+    return dict.fromkeys(kinds, 0) | kept_by_kind("block", setting)
 
 
-@accepts_old_names
 def embedding_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that the embedding keeps, by kind: a dropout mask, sbh/t in the paper (section 4.3).
 
-    The toy keeps token and position indices or rotary tables as well, which the paper leaves out as too small.
+    Eager classes keep token and position indices or rotary tables as well, which the paper leaves out as too small.
 
     Args:
         **sizes: As in `layer_activations`.
@@ -63,11 +47,10 @@ def embedding_activations(config: ModelConfig, **sizes: object) -> dict[str, int
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = Share(config, **sizes)
-    return FORMULAS[share.implementation].embedding(share)
+    setting = _setting(config, sizes)
+    return ids_and_positions(setting) | {"dropout": sum(kept_by_kind("embedding", setting).values())}
 
 
-@accepts_old_names
 def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that the end keeps, by kind: inputs of final norm and head, and fp32 logits for the loss.
 
@@ -80,29 +63,22 @@ def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     Raises:
         ValueError: As `layer_activations`.
     """
-    share = Share(config, **sizes)
-    return FORMULAS[share.implementation].head(share)
+    return dict(kept_by_kind("head", _setting(config, sizes)))
 
 
-@accepts_old_names
-def model_activations(
-    config: ModelConfig, *, recompute: str = "none", attention: str = "fused", **sizes: object
-) -> dict[str, int]:
+def model_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that a model on one device keeps for one micro-batch: embedding, layers and head.
 
     Args:
-        recompute: As in `layer_activations`.
-        attention: As in `layer_activations`.
         **sizes: As in `layer_activations`.
 
     Raises:
         ValueError: As `layer_activations`.
     """
-    how = {"recompute": recompute, "attention": attention, **sizes}
     # At most two kinds of layer exist: the first ones, dense, and the rest.
     dense = config.num_dense_layers if config.is_moe else config.num_layers
     layers = sum(
-        count * sum(layer_activations(config, layer=first, **how).values())
+        count * sum(layer_activations(config, **sizes, layer=first).values())
         for first, count in ((0, dense), (dense, config.num_layers - dense))
         if count
     )
@@ -113,22 +89,8 @@ def model_activations(
     }
 
 
-def paper_activations(
-    config: ModelConfig, *, batch: int, seq: int, tp: int, sequence_parallel: bool | str = False, **how: object
-) -> int:
-    """Return the bytes that one layer keeps on one rank, in the counting of Korthikanti et al.
-
-    Args:
-        sequence_parallel: False, "keep" or "shard".
-        **how: `recompute`, `attention`, `dropout` and `bytes_per_value` of `lablib.calc.memory.activations.block`.
-
-    Raises:
-        ValueError: If the variant is unknown, or tp does not divide what it splits.
-    """
-    kind = variant(sequence_parallel)
-    split = layer_activations(config, batch=batch, seq=seq, tp=tp, sequence_parallel=kind is not False, **how)
-    gathered = 2 * batch * seq * config.hidden * int(how.get("bytes_per_value", 2)) if kind == "keep" else 0
-    return sum(split.values()) + gathered - gathered // tp
+def _setting(config: ModelConfig, sizes: dict[str, object]) -> BlockSetting:
+    return BlockSetting(config=config, **current_names(sizes, level=4))
 
 
 def toy_activations(
@@ -171,11 +133,18 @@ def toy_activations(
     return {
         # Row numbers and the mask of the words that are here.
         "embedding": n * (INT64 + BOOL) + positions,
-        "layers": config.num_layers * (2 * norm(config, stream, value) + 2 * entering + core + inner),
+        "layers": config.num_layers * (2 * _norm(config, stream, value) + 2 * entering + core + inner),
         # Softmax of these words, the mask of targets that are here and their columns.
-        "head": norm(config, stream, value) + entering + n * _part(config.vocab, tp, rank) * FP32 + n * (INT64 + BOOL),
+        "head": _norm(config, stream, value) + entering + n * _part(config.vocab, tp, rank) * FP32 + n * (INT64 + BOOL),
     }
 
 
 def _part(size: int, ranks: int, rank: int) -> int:
     return size * (rank + 1) // ranks - size * rank // ranks
+
+
+def _norm(config: ModelConfig, tokens: int, value: int) -> int:
+    """Return what one norm keeps: `n h + 2 n` values, or with RMSNorm `4 n h + 4 n` bytes and `n h` values."""
+    if config.norm == "layernorm":
+        return tokens * (config.hidden + 2) * value
+    return tokens * (config.hidden + 1) * FP32 + tokens * config.hidden * value

@@ -13,11 +13,11 @@ table 2:
 | + selective recomputation | the same without the term in as |
 | full recomputation | 2sbh |
 
-The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once
-(2as²b); grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up, and the down
-projection its output (3f a token); fused attention keeps q, k, v, its output and fp32 softmax statistics; an expert
-keeps its copy of the tokens it visits; latent attention (MLA) its latents, before and after their norms, and
-the full q, k, v. Routing is balanced unless an imbalance is given.
+The same counting goes beyond the paper: without dropout a mask is nothing and the softmax output is kept once (2as²b);
+grouped queries keep `a_kv d` for keys and values; SwiGLU, one operator, keeps gate and up; an expert keeps its copy of
+the tokens it visits; latent attention (MLA) its latents, before and after their norms, and the full q, k, v.
+
+`lablib.calc.memory.tape.paper` counts the same operator by operator; a test holds the two to each other.
 
 Two kinds of values, by what divides them:
 
@@ -28,63 +28,95 @@ Two kinds of values, by what divides them:
 
 from __future__ import annotations
 
-from lablib.calc.memory.activations.share import FP32, MASK, Share
+from lablib.calc.memory.tape import FP32, MASK, BlockSetting
 from lablib.calc.models import ModelConfig
+from lablib.calc.parallel import variant
 
 
-def layer(share: Share, *, experts: bool, recompute: str, attention: str) -> dict[str, int]:
-    """Return one layer's bytes by kind; arguments as in `lablib.calc.memory.activations.layer_activations`."""
-    config = share.config
-    if recompute == "full":
-        return {"input": share.stream(config.hidden)}
-    kept = recompute == "none"  # and not computed again
+def layer(s: BlockSetting) -> dict[str, int]:
+    """Return one layer's bytes by kind."""
+    config = s.config
+    if s.recompute == "full":
+        return {"input": _stream(s, config.hidden)}
+    kept = s.recompute == "none"  # and not computed again
     return {
         # Norms of a parallel block read the same stream.
-        "norms": (1 if config.parallel_block else config.norms_per_layer) * share.stream(config.hidden),
-        "attention": _attention(share, statistics=kept and attention == "fused"),
-        "scores": _scores(share) if kept and attention == "plain" else 0,
-        **(_experts(share) if experts else {"mlp": _mlp(share)}),
+        "norms": (1 if config.parallel_block else config.norms_per_layer) * _stream(s, config.hidden),
+        "attention": _attention(s, statistics=kept and s.fused),
+        "scores": _scores(s) if kept and not s.fused else 0,
+        **(_experts(s) if config.has_experts(s.layer) else {"mlp": _mlp(s)}),
     }
 
 
-def embedding(share: Share) -> dict[str, int]:
+def embedding(s: BlockSetting) -> dict[str, int]:
     """Return the embedding's bytes: a dropout mask."""
-    return {"dropout": share.mask()}
+    return {"dropout": _mask(s)}
 
 
-def head(share: Share) -> dict[str, int]:
+def head(s: BlockSetting) -> dict[str, int]:
     """Return the bytes of final norm, head and loss; a vocabulary that tp does not divide is rounded up."""
-    config = share.config
+    words = -(-s.config.vocab // s.tp)
     return {
-        "norms": share.stream(config.hidden),
-        "head": share.stream(config.hidden),
-        "logits": share.tokens
-        * -(-config.vocab // share.tp)
-        * (share.value if share.implementation.keeps_logits else FP32),
+        "norms": _stream(s, s.config.hidden),
+        "head": _stream(s, s.config.hidden),
+        "logits": s.tokens * words * (s.value if s.implementation.keeps_logits else FP32),
     }
 
 
-def _attention(share: Share, statistics: bool) -> int:
+def paper_activations(
+    config: ModelConfig, *, batch: int, seq: int, tp: int, sequence_parallel: bool | str = False, **how: object
+) -> int:
+    """Return the bytes that one layer keeps on one rank.
+
+    Args:
+        sequence_parallel: False, "keep" or "shard".
+        **how: `recompute`, `attention`, `dropout` and `bytes_per_value` of `lablib.calc.memory.tape.BlockSetting`.
+
+    Raises:
+        ValueError: If the variant is unknown, or tp does not divide what it splits.
+    """
+    kind = variant(sequence_parallel)
+    s = BlockSetting(config=config, batch=batch, seq=seq, tp=tp, sequence_parallel=kind is not False, **how)
+    gathered = 2 * s.tokens * config.hidden * s.value if kind == "keep" else 0
+    return sum(layer(s).values()) + gathered - gathered // tp
+
+
+def _stream(s: BlockSetting, width: int, size: int | None = None) -> int:
+    """Return the bytes of so many values a token in the stream, of `size` bytes each."""
+    return s.stream * width * (s.value if size is None else size)
+
+
+def _inner(s: BlockSetting, width: int, size: int | None = None) -> int:
+    """Return the bytes of so many inner values a token, of `size` bytes each."""
+    return s.tokens * width * (s.value if size is None else size) // s.tp
+
+
+def _mask(s: BlockSetting) -> int:
+    """Return the bytes of the dropout mask of something that is added to the stream."""
+    return _stream(s, s.config.hidden, MASK) if s.dropout else 0
+
+
+def _attention(s: BlockSetting, statistics: bool) -> int:
     """Input, q, k, v, what enters the output projection (which a fused kernel keeps too), and a dropout mask."""
-    config = share.config
+    config = s.config
     values = config.attn_width if config.is_mla else config.kv_width
-    kept = share.stream(config.hidden)
-    kept += share.inner(config.q_width + config.kv_width + values + config.attn_width)
+    kept = _stream(s, config.hidden)
+    kept += _inner(s, config.q_width + config.kv_width + values + config.attn_width)
     if config.qk_norm:
-        kept += share.inner(config.q_width + config.kv_width)  # q and k as they were before their norms
+        kept += _inner(s, config.q_width + config.kv_width)  # q and k as they were before their norms
     if config.is_mla:
         # Each latent twice, before and after its norm; the rotary key, shared by the heads, once.
         # Every rank computes the latents: they are not divided by heads.
-        kept += share.stream(2 * (config.q_lora_rank + config.kv_lora_rank) + config.qk_rope_head_dim)
+        kept += _stream(s, 2 * (config.q_lora_rank + config.kv_lora_rank) + config.qk_rope_head_dim)
     if statistics:
-        kept += share.inner(config.num_heads, FP32)  # log of the softmax denominator, one a row
-    return kept + share.mask()
+        kept += _inner(s, config.num_heads, FP32)  # log of the softmax denominator, one a row
+    return kept + _mask(s)
 
 
-def _scores(share: Share) -> int:
+def _scores(s: BlockSetting) -> int:
     """Softmax output; with dropout also its mask and its output."""
-    pairs = share.config.num_heads * share.tokens * share.seq // share.tp
-    return pairs * (share.value + (MASK + share.value if share.drops else 0))
+    pairs = s.config.num_heads * s.tokens * s.seq // s.tp
+    return pairs * (s.value + (MASK + s.value if s.dropout else 0))
 
 
 def _inner_values(config: ModelConfig, ffn: int) -> int:
@@ -92,23 +124,23 @@ def _inner_values(config: ModelConfig, ffn: int) -> int:
     return (3 if config.gated_mlp else 2) * ffn
 
 
-def _mlp(share: Share) -> int:
-    config = share.config
+def _mlp(s: BlockSetting) -> int:
+    config = s.config
     shared = config.parallel_block and config.norms_per_layer == 1  # its input is attention's, and counted there
-    inner = share.inner(_inner_values(config, config.ffn))
-    return (0 if shared else share.stream(config.hidden)) + inner + share.mask()
+    inner = _inner(s, _inner_values(config, config.ffn))
+    return (0 if shared else _stream(s, config.hidden)) + inner + _mask(s)
 
 
-def _experts(share: Share) -> dict[str, int]:
+def _experts(s: BlockSetting) -> dict[str, int]:
     """Router: fp32 scores of every expert. Experts: k copies of every token, in, inside and out."""
-    config = share.config
+    config = s.config
     inside = _inner_values(config, config.expert_ffn)
-    shared = share.inner(config.num_shared_experts * inside)
+    shared = _inner(s, config.num_shared_experts * inside)
     # An expert's output is kept, since the gradient of its routing weight needs it.
-    copies = share.visits // (share.tp if share.sequence_parallel else 1)
-    routed = (2 * copies * config.hidden + share.visits * inside // share.tp) * share.value
+    copies = s.visits // (s.tp if s.sequence_parallel else 1)
+    routed = (2 * copies * config.hidden + s.visits * inside // s.tp) * s.value
     return {
-        "mlp": share.stream(config.hidden) + shared + share.mask(),
-        "router": share.stream(config.num_experts, FP32),
+        "mlp": _stream(s, config.hidden) + shared + _mask(s),
+        "router": _stream(s, config.num_experts, FP32),
         "experts": routed,
     }

@@ -13,18 +13,13 @@
 | offload | everything, in the host's memory | `torch.autograd.graph.save_on_cpu` |
 | full+offload | the input of every block, in the host's memory | both together |
 
-A strategy is a list of units (`recompute_units`): which blocks, and what happens to them. Backward starts with
-everything that forward stored, and walks back. A unit that runs again adds what its blocks keep, until backward has
-passed it. So the most that is ever kept is
+A strategy is a list of units (`recompute_units`): which blocks, and what happens to them. The most that is ever kept is
 
     peak = max( embedding + Σ stored + head,  max over units i of  embedding + Σ_{j ≤ i} stored_j + transient_i - released_i )
 
-The head is gone once the last block's backward starts. Forward passes under no_grad, gradients of activations and
-workspaces are not in it: this is what autograd keeps, summed over the tensors of `saved_tensors`.
-
-FLOPs are those of `lablib.calc.flops`, matrix products alone: "full" runs every block's forward again.
-PyTorch stops a replay as soon as it has all that backward asks for (`early_stop`), and the last product of a unit,
-the down projection, is then not needed unless dropout follows it: `2 n f h` FLOPs less.
+Gradients of activations and workspaces are not in it; `lablib.calc.memory.timeline` has them. FLOPs are those of
+`lablib.calc.flops`, matrix products alone; where PyTorch stops a replay early (`early_stop`), the down projection, the
+last product of a unit, is not run again unless dropout follows it: `2 n f h` FLOPs less.
 """
 
 from __future__ import annotations
@@ -36,8 +31,7 @@ from functools import cached_property
 from lablib.calc.flops import forward_flops, skipped_by_early_stop, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
-from lablib.calc.memory.activations.share import FP32, MASK, Share
-from lablib.calc.memory.implementation import accepts_old_names
+from lablib.calc.memory.tape import FP32, MASK, BlockSetting
 from lablib.calc.models import ModelConfig
 
 NO_WINDOW = {"window": 0, "window_layers": ()}
@@ -208,12 +202,12 @@ class RecomputeCost:
 class _Blocks:
     """Costs of a model's units; blocks of one kind, dense or with experts, cost the same."""
 
-    def __init__(self, share: Share, attention: str, early_stop: bool, reentrant: bool) -> None:
-        self.config, self.early_stop, self.reentrant = share.config, early_stop, reentrant
-        self.toy, self.fused, self.drops = share.implementation == "toy", attention == "fused", share.drops
-        self.batch, self.seq, self.value = share.batch, share.seq, share.value
-        self.how = {"batch": share.batch, "seq": share.seq, "bytes_per_value": share.value, "dropout": share.dropout}
-        self.how |= {"implementation": share.implementation, "attention": attention}
+    def __init__(self, setting: BlockSetting, early_stop: bool, reentrant: bool) -> None:
+        self.config, self.early_stop, self.reentrant = setting.config, early_stop, reentrant
+        self.toy, self.fused, self.drops = setting.implementation == "toy", setting.fused, setting.dropout > 0
+        self.batch, self.seq, self.value = setting.batch, setting.seq, setting.value
+        names = ("batch", "seq", "bytes_per_value", "dropout", "implementation", "attention")
+        self.how = {name: getattr(setting, name) for name in names}
         self.n = self.batch * self.seq
         self.boundary = self.n * self.config.hidden * self.value
         self._known: dict[tuple[bool, str], dict[str, int]] = {}
@@ -337,7 +331,6 @@ class _Blocks:
         return flops - (skipped_by_early_stop(self.config, self.n) if stops else 0)
 
 
-@accepts_old_names
 def recompute_cost(
     config: ModelConfig,
     strategy: str,
@@ -354,9 +347,8 @@ def recompute_cost(
         strategy: "none", "selective", "matmuls", "full", "every:k", "sqrt", "first:n", "one-in:k", "offload" or
             "full+offload".
         attention: "plain" or "fused".
-        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs.
-            False: a replay is a whole forward pass, as the papers that the chapter compares with count it;
-            `step_flops` has the same option, and PyTorch's default. Replays of experts are counted whole in either case.
+        early_stop: Count FLOPs as PyTorch runs them, which leaves out the end of each replay that nothing needs; a
+            replay of experts is counted whole. False: a replay is a whole forward pass, as in the papers.
         reentrant: Replays hold their output too, from which backward inside backward starts; never stops early.
         bandwidth: Bytes per second to the host, per direction.
         **sizes: batch, seq, implementation ("paper" or "toy"), bytes_per_value and dropout, as in `layer_activations`.
@@ -371,8 +363,8 @@ def recompute_cost(
         raise ValueError(
             "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"
         )
-    share = Share(config, **sizes)
-    block = _Blocks(share, attention, early_stop and not reentrant, reentrant)
+    setting = BlockSetting(config=config, attention=attention, **sizes)
+    block = _Blocks(setting, early_stop and not reentrant, reentrant)
     units = tuple(block.cost(unit) for unit in recompute_units(strategy, config.num_layers))
     embedding = embedding_activations(config, **sizes)
     if block.toy and not config.learned_positions and all("offload" in unit.unit.kind for unit in units):
@@ -382,7 +374,7 @@ def recompute_cost(
         units=units,
         embedding=sum(embedding.values()),
         head=sum(head_activations(config, **sizes).values()),
-        model_flops=step_flops(config, batch=share.batch, seq=share.seq).model,
+        model_flops=step_flops(config, batch=setting.batch, seq=setting.seq).model,
         bandwidth=bandwidth,
     )
 
@@ -492,9 +484,7 @@ def largest_that_fits(fits: Callable[[int], bool]) -> int:
 def chen_cost(num_layers: int, k: int) -> int:
     """Return what a chain of L equal tensors keeps at most when every k-th is stored: `⌈L / k⌉ + k`.
 
-    `⌈L / k⌉` inputs of segments, and the k tensors of the segment that runs again.
-    The sum of `L / k` and `k` is least where they are equal, at `k = √L`, and is `2 √L` there
-    (Chen et al. 2016, arXiv 1604.06174: sublinear memory at the price of one more forward pass).
+    Source: Chen et al. 2016 (arXiv 1604.06174).
 
     Raises:
         ValueError: If k is not from 1 to L.
@@ -510,11 +500,9 @@ def sqrt_segment(num_layers: int) -> int:
 
 
 def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
-    """Return the segment length with the least peak when layers keep more than their input, not rounded.
+    """Return the segment length with the least peak when layers keep more than their input: `√(L boundary / inside)`.
 
-    `(L / k) boundary + k inside` is least at `k = √(L boundary / inside)`: Narayanan et al. 2021
-    (arXiv 2104.04473), section 3.5, who write it for the number of checkpoints `L / k`.
-    With 34 h bytes inside and 2 h at the boundary k exceeds 1 only from 17 layers on.
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 3.5, who write it for the number of checkpoints `L / k`.
 
     Args:
         inside: Bytes that a whole block keeps.
@@ -530,7 +518,6 @@ def ideal_segment(num_layers: int, boundary: float, inside: float) -> float:
 def first_blocks(num_layers: int, boundary: int, block: int, room: int) -> int | None:
     """Return how many blocks must run again so that the blocks' bytes never exceed `room`; None if no number does.
 
-    The first n blocks keep their inputs, the others everything: `n x + (L - n) A` bytes when forward ends, so
     `n = ⌈(L A - M) / (A - x)⌉`. The last block gains nothing: it would be back before anything is gone.
 
     Args:

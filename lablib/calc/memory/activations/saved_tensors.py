@@ -1,13 +1,10 @@
-"""Every tensor that one block keeps for backward, by name: what `lablib.calc.memory.activations.block` sums up.
+"""Every tensor that one block keeps for backward, by name: what a block's tape keeps.
 
     for tensor in block_tensors(config, batch=1, seq=2048, attention="plain"):
         print(tensor.name, tensor.count, tensor.bytes)
 
-Three ways of counting, as everywhere in the course.
-"paper" is Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1, and the same counting for families that the paper
-does not have; "toy" is what `lablib.toys.transformer` keeps under eager PyTorch on a CPU; "hf" is what Hugging Face's
-eager classes keep.
-`differences` sets them side by side: each tensor that one has and the other has not, or has in another size.
+`differences` sets the papers' counting and that of `lablib.toys.transformer` side by side: each tensor that one has and
+the other has not, or has in another size.
 
 Letters: b sequences of s tokens, n = b s, h hidden, a query heads and k key heads of width d, f inner width.
 """
@@ -16,9 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lablib.calc.errors import one_of
-from lablib.calc.memory.activations.share import Share
-from lablib.calc.memory.implementation import accepts_old_names
+from lablib.calc.memory.implementation import current_names
 from lablib.calc.memory.tape import BlockSetting, Value, write_tape
 from lablib.calc.models import ModelConfig
 
@@ -66,7 +61,6 @@ class Difference:
     why: str
 
 
-@accepts_old_names
 def block_tensors(config: ModelConfig, *, attention: str = "fused", **sizes: object) -> list[SavedTensor]:
     """Return the tensors that one block keeps, read off its tape in the order in which operators keep them.
 
@@ -81,27 +75,24 @@ def block_tensors(config: ModelConfig, *, attention: str = "fused", **sizes: obj
         ValueError: As `layer_activations`, and if the model has experts or latent attention: their tensors depend on
             the implementation, and only their sums are counted.
     """
-    share = Share(config, **sizes)
-    one_of("attention", attention, ("plain", "fused"))
+    setting = BlockSetting(config=config, attention=attention, **current_names(sizes))
     if config.is_moe or config.is_mla:
         what = "experts" if config.is_moe else "latent attention"
         raise ValueError(f"{config.name} has {what}: its tensors are summed by layer_activations, not listed")
-    run = {"batch": share.batch, "seq": share.seq, "value": share.value, "dropout": share.drops}
-    how = {"implementation": share.implementation, "fused": attention == "fused"}
-    tape = write_tape("block", BlockSetting(config=config, **run, **how))
+    tape = write_tape("block", setting)
     keepers: dict[Value, list[str]] = {}
     for operator in tape.operators:
         for value in operator.keeps:
             if value.storage not in tape.given:
                 keepers.setdefault(value.storage, []).append(operator.name)
-    n, c = share.tokens, config
+    n, c = setting.tokens, config
     values = {"n": n, "n h": n * c.hidden, "n a d": n * c.q_width, "n k d": n * c.kv_width, "n a": n * c.num_heads}
     values |= {
         "n f": n * c.ffn,
-        "a b s²": n * c.num_heads * share.seq,
+        "a b s²": n * c.num_heads * setting.seq,
         "n (a + 2k) d": n * (c.q_width + 2 * c.kv_width),
     }
-    repeated = share.implementation.eager and attention == "plain"  # every query head gets its own keys and values
+    repeated = setting.implementation.eager and attention == "plain"  # every query head gets its own keys and values
     found: list[SavedTensor] = []
     for storage, operators in keepers.items():
         readers = tuple(dict.fromkeys(_OPERATORS.get(name, name).removeprefix("the ") for name in operators))

@@ -9,20 +9,25 @@ Read `tape` first: the rules stand in its docstring. Chapter 09.
 """
 
 from lablib.calc.memory.tape.context import own_temporaries, ring_temporaries
-from lablib.calc.memory.tape.ends import LOSS_OPERATORS, LOSS_TERMS, write_tape
-from lablib.calc.memory.tape.setting import BlockSetting, block_setting
+from lablib.calc.memory.tape.ends import LOSS_OPERATORS, LOSS_TERMS, ids_and_positions, kept_by_kind, write_tape
+from lablib.calc.memory.tape.setting import FP32, INT64, MASK, BlockSetting, run_setting
 from lablib.calc.memory.tape.tape import Event, Item, Tape, Value
 
 __all__ = [
+    "FP32",
+    "INT64",
     "LOSS_OPERATORS",
     "LOSS_TERMS",
+    "MASK",
     "BlockSetting",
     "Event",
     "Item",
     "Tape",
     "Value",
-    "block_setting",
+    "ids_and_positions",
+    "kept_by_kind",
     "own_temporaries",
     "ring_temporaries",
+    "run_setting",
     "write_tape",
 ]

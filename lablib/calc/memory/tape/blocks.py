@@ -4,9 +4,20 @@
 |---|---|---|---|---|
 | toy | RMSNorm in five operators, in fp32 | four products | two operators | `lablib.toys.transformer` |
 | hf | the same | the same | the same; GPT-2's GELU in eight operators | Hugging Face's eager classes |
+| torchtitan | one operator, which keeps its input and an fp32 number a token | one product of complex numbers, in fp32 | the same | torchtitan 0.3's Llama 3, with q, k and v in one matrix and three copies out of its output |
 
-What a tape keeps is what `lablib.calc.memory.activations` counts in closed form; the tests hold both to each other, and
-to PyTorch. The tape knows more: what is alive at every operator, forward and backward.
+What else Hugging Face's classes do otherwise, as `transformers` 5 writes them:
+
+| what | our transformer | Hugging Face |
+|---|---|---|
+| softmax of Llama's plain attention | in the model's dtype | in fp32, and a copy in the model's dtype |
+| a sliding window, fused attention | none | a mask of numbers a layer, `b s²`, once s is as long; k and v for every query head |
+| RMSNorm of Gemma and OLMo 2 | | the normed value in fp32; Gemma: 1 + weight too |
+| q, k, v in one matrix (Phi-3, Pythia) | three matrices | v is a view of all three; q, k and the output are copies |
+| Pythia's block | one half after the other | both norms read the same stream |
+
+This is training mode with `use_cache=False`, no padding, `attn_implementation` "sdpa" or "eager", and dropout 0 unless
+asked for. The tests hold what tapes keep and what is alive at every operator to PyTorch.
 
 Tensor parallelism is PyTorch's, `parallelize_module` with Hugging Face's plan:
 
@@ -24,8 +35,8 @@ from __future__ import annotations
 
 from lablib.calc.memory.tape.context import context_attention, own_ring
 from lablib.calc.memory.tape.experts import routed_experts
-from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.setting import BlockSetting
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape, Value
 
 
@@ -58,14 +69,15 @@ def gathered_logits(e: Eager, s: BlockSetting, logits: Value, words: int) -> Val
 
 def rmsnorm(e: Eager, s: BlockSetting, x: Value, width: int, *, kind: str, name: str) -> Value:
     """Return RMSNorm of x as the setting's implementation has it."""
-    whose = s.implementation
-    wide, shifted = whose.wide_norms(s.config), whose.shifts_norms(s.config)
+    implementation = s.implementation
+    wide, shifted = s.config.family in implementation.wide_norms, s.config.family in implementation.shifted_norms
     return e.rmsnorm(x, width, kind=kind, name=name, wide=wide, shifted=shifted)
 
 
 def eager_block(setting: BlockSetting) -> Tape:
     """Return the tape of one block as eager PyTorch runs it."""
-    return _EagerBlock(setting).tape
+    block = _TorchtitanBlock if setting.implementation.fused_norms else _EagerBlock
+    return block(setting).tape
 
 
 class _EagerBlock:
@@ -137,9 +149,9 @@ class _EagerBlock:
     # Attention.
 
     def attention(self, x: Value) -> Value:
-        c, e, t, whose = self.c, self.e, self.s.tp, self.s.implementation
+        c, e, t, implementation = self.c, self.e, self.s.tp, self.s.implementation
         q_width, kv_width = c.q_width // t, c.kv_width // t
-        if whose.joins_qkv(c):
+        if c.family in implementation.joined_qkv:
             together = self.column(x, q_width + 2 * kv_width, "attention", "q, k, v", c.qkv_bias)
             sizes = [self.s.tokens * width for width in (q_width, kv_width, kv_width)]
             q, k, v = [e.slice(together, n) for n in sizes] if c.family == "phi3" else e.split(together, sizes)
@@ -155,13 +167,15 @@ class _EagerBlock:
                 for name, y, width in zip("qk", (q, k), widths, strict=True)
             )
         if not c.learned_positions:
-            item = FP32 if self.s.low or whose.wide_tables(c) else self.s.value
+            item = FP32 if self.s.low or c.family in implementation.wide_tables else self.s.value
             tables = [
                 e.input(name, self.s.seq // self.s.cp * c.turned_dim, item, needs_grad=False, given=True)
                 for name in ("cosines", "sines")
             ]
             q, k = self.rotated(q, tables), self.rotated(k, tables)
         before, self.tape.recomputing = self.tape.recomputing, self.s.recompute in ("selective", "full")
+        for part in (q, k, v):  # what a replay of the core starts from
+            self.tape.kinds.setdefault(part.storage, "attention")
         mixed = self.fused(q, k, v) if self.s.fused else self.plain(q, k, v)
         self.tape.recomputing = before
         y = self.row(mixed, q_width, "attention", "output projection", c.attn_out_bias)
@@ -171,10 +185,10 @@ class _EagerBlock:
 
     def rotated(self, x: Value, tables: list[Value]) -> Value:
         """Return queries or keys turned, as a whole or in part."""
-        c, e, whose = self.c, self.e, self.s.implementation
-        if not whose.joins_rotated(c):
+        c, e, implementation = self.c, self.e, self.s.implementation
+        if c.family not in implementation.joined_heads:
             turned = e.rotate(x, *tables)
-            return e.cast(turned, e.item[x]) if whose.wide_tables(c) else turned
+            return e.cast(turned, e.item[x]) if c.family in implementation.wide_tables else turned
         part = e.numbers(x) * c.turned_dim // c.head_dim
         turned, rest = e.slice(x, part), e.slice(x, e.numbers(x) - part)
         turned = e.rotate(turned, *tables)
@@ -196,7 +210,7 @@ class _EagerBlock:
             masks.append(e.make("mask", [], pairs, s.low or e.item[q], temporary=pairs, label="mask of the window"))
         mixed = e.fused_attention(q, k, v, rows, wide, kind="attention", masks=masks)
         # The kernel's output lies as its queries do: behind each other by head where they were put together.
-        return e.copy(mixed, label="attention output") if s.implementation.joins_rotated(c) else mixed
+        return e.copy(mixed, label="attention output") if c.family in s.implementation.joined_heads else mixed
 
     def plain(self, q: Value, k: Value, v: Value) -> Value:
         c, e, s = self.c, self.e, self.s
@@ -210,7 +224,7 @@ class _EagerBlock:
             q, k, v = (e.cast(x, s.low) for x in (q, k, v))
         # A batched product wants sequences and heads in one dim; a view cannot do that to both.
         many = s.batch > 1 and s.seq > 1 and c.num_heads // s.tp > 1
-        if many and not s.implementation.joins_rotated(c):  # what is put together lies so already
+        if many and c.family not in s.implementation.joined_heads:  # what is put together lies so already
             q = e.copy(q, label="q")
             k = k if groups > 1 else e.copy(k, label="k")
         scaled = e.scale(e.matmul(q, k, pairs, kind="attention", name="q kᵀ"))
@@ -250,7 +264,7 @@ class _EagerBlock:
             self.tape.use(x)
             return y
         f = c.ffn // self.s.tp
-        if self.s.implementation.joins_gate(c):
+        if c.family in self.s.implementation.joined_gate:
             together = self.column(x, 2 * f, "mlp", "gate and up projection", c.mlp_bias, label="output of gate and up")
             gate, up = e.split(together, [self.s.tokens * f] * 2)
             inner = e.function("SiLU", gate, kind="mlp", label="output of SiLU")
@@ -279,3 +293,44 @@ class _EagerBlock:
         output = e.times(half, more, kind="mlp", name="GELU", label="output of GELU")
         e.tape.use(x)
         return output
+
+
+def fused_rmsnorm(e: Eager, x: Value, width: int, *, kind: str, name: str) -> Value:
+    """Return RMSNorm in one operator: keeps its input, and an inverse root in fp32 for each token."""
+    return e.make(
+        name,
+        [x],
+        e.numbers(x),
+        e.item[x],
+        keeps=[x],
+        extra=e.numbers(x) // width * FP32,
+        weight_gradient=width * e.gradient,
+        kind=kind,
+        label=f"output of {name}",
+    )
+
+
+class _TorchtitanBlock(_EagerBlock):
+    """One block of torchtitan 0.3's Llama 3: torchtitan/models/llama3 and models/common; torch.nn.RMSNorm on a GPU."""
+
+    def norm(self, x: Value, number: int) -> Value:
+        return fused_rmsnorm(self.e, x, self.c.hidden, kind="norms", name=f"norm {number}")
+
+    def attention(self, x: Value) -> Value:
+        c, e, n = self.c, self.e, self.s.tokens
+        widths = {"q": c.q_width, "k": c.kv_width, "v": c.kv_width}
+        together = self.column(x, sum(widths.values()), "attention", "q, k and v projection", c.qkv_bias)
+        parts = e.split(together, [n * width for width in widths.values()])
+        q, k, v = (e.copy(part, label=name) for part, name in zip(parts, widths, strict=True))
+        table = e.input("rotary table", self.s.seq * c.head_dim, FP32, needs_grad=False, given=True)
+        q, k = self.rotate(q, table), self.rotate(k, table)
+        y = self.row(self.fused(q, k, v), c.q_width, "attention", "output projection", c.attn_out_bias)
+        for variable in (x, q, k, v):
+            self.tape.use(variable)
+        return y
+
+    def rotate(self, x: Value, table: Value) -> Value:
+        """Turn pairs as complex numbers of fp32; the table is kept, and x is not."""
+        full = self.e.cast(x, FP32)
+        turned = self.e.times(full, table, kind="", name="rotation")
+        return self.e.cast(turned, self.e.item[x], f"rotated {x.name}")

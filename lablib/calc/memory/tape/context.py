@@ -23,7 +23,8 @@ Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py, `
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32
 from lablib.calc.memory.tape.tape import Value
 
 

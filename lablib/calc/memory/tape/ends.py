@@ -15,14 +15,17 @@ Transformer Engine's keeps the logits, and writes their gradient over them.
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import eager_block, gathered_logits, read_by_all, rmsnorm
-from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
-from lablib.calc.memory.tape.setting import BlockSetting
-from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
-from lablib.calc.memory.tape.torchtitan import torchtitan_block, torchtitan_head
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
-INT64 = 8
+from lablib.calc.memory.tape.blocks import eager_block, fused_rmsnorm, gathered_logits, read_by_all, rmsnorm
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.paper import gathered_linear, paper_block, paper_norm
+from lablib.calc.memory.tape.setting import FP32, INT64, BlockSetting
+from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Tape
+
 #: Labels of the head's tensors that are terms of their own.
 LOSS_TERMS = {"logits": "logits", "logits in fp32": "logits_fp32"}
 #: Operators behind the logits.
@@ -71,6 +74,21 @@ def eager_head(s: BlockSetting) -> Tape:
     ours = not s.implementation.holds_variables and ((s.batch > 1 and s.seq > 1) or s.cp > 1)
     targets = s.tokens * INT64 if shifts or ours else 0
     e.make("negative log-likelihood", [scores], 1, FP32, extra=targets + FP32, kind="loss")
+    return e.tape
+
+
+def torchtitan_head(s: BlockSetting) -> Tape:
+    """Return the tape of final norm, head and loss, with the logits in one piece (`CrossEntropyLoss`)."""
+    c = s.config
+    e = Eager(value=s.value, gradient=s.gradient)
+    x = e.input("stream behind the last block", s.stream * c.hidden)
+    x = fused_rmsnorm(e, x, c.hidden, kind="norms", name="final norm")
+    logits = e.linear(x, c.hidden, c.vocab, kind="head", name="head", label="logits")
+    e.tape.hold(logits)
+    full = e.cast(logits, FP32, "logits in fp32")
+    scores = e.function("log-softmax", full, kind="logits", keeps_output=True, label="log-probabilities")
+    # It keeps the targets, too, which are there anyway.
+    e.make("negative log-likelihood", [scores], 1, FP32, extra=FP32, kind="loss")
     return e.tape
 
 
@@ -123,8 +141,40 @@ def write_tape(piece: str, setting: BlockSetting) -> Tape:
     """Return the tape of a "block", of the "head" with final norm and loss, or of the "embedding"."""
     if piece == "embedding":
         return embedding(setting)
-    if setting.implementation.fused_norms:
-        return torchtitan_head(setting) if piece == "head" else torchtitan_block(setting)
-    if setting.implementation.eager:
-        return eager_head(setting) if piece == "head" else eager_block(setting)
-    return paper_head(setting) if piece == "head" else paper_block(setting)
+    if not setting.implementation.eager:
+        return paper_head(setting) if piece == "head" else paper_block(setting)
+    if piece == "block":
+        return eager_block(setting)
+    return torchtitan_head(setting) if setting.implementation.fused_norms else eager_head(setting)
+
+
+@lru_cache(maxsize=4096)
+def kept_by_kind(piece: str, setting: BlockSetting) -> Mapping[str, int]:
+    """Return the bytes that a "block", the "head" or the "embedding" keeps for backward, by kind."""
+    kept: Counter[str] = Counter()
+    for kind, _, size in write_tape(piece, setting).kept():
+        kept[kind or "input"] += size
+    return MappingProxyType(kept)
+
+
+def ids_and_positions(s: BlockSetting) -> dict[str, int]:
+    """Return what a micro-batch keeps beside tapes: token ids, and position ids or rotary tables, shared by all blocks.
+
+    Our model reads a view of windows of s + 1 tokens, and a view keeps the whole storage; on cp ranks it copies its part.
+    Hugging Face's batches have the labels in the same tensor, and on cp ranks shifted labels and positions beside it.
+    torchtitan's have two tensors, and its tables are buffers of the model. The papers count neither.
+    """
+    c, implementation, seq = s.config, s.implementation, s.seq // s.cp
+    if not implementation.eager:
+        return {}
+    if implementation.fused_norms:
+        return {"tokens": 2 * s.tokens * INT64, "positions": 0}
+    wide = s.low or c.family in implementation.wide_tables  # under autocast the stream is fp32, and the tables are too
+    tables = 2 * c.turned_dim * (FP32 if wide else s.value)
+    positions = seq * (INT64 if c.learned_positions else tables)
+    if implementation.holds_variables:
+        if s.cp > 1:
+            return {"tokens": 3 * s.tokens * INT64, "positions": s.tokens * tables}
+        return {"tokens": s.tokens * INT64, "positions": positions}
+    copy = s.tokens * INT64 if s.cp > 1 else 0
+    return {"tokens": s.batch * (s.seq + 1) * INT64, "positions": positions + copy}

@@ -18,11 +18,9 @@ Source: transformers, models/mixtral/modeling_mixtral.py, models/qwen3_moe/model
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.operators import FP32, Eager
-from lablib.calc.memory.tape.setting import BlockSetting
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, INT64, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, Value
-
-INT64 = 8
 
 
 def routed_experts(e: Eager, s: BlockSetting, x: Value) -> Value:
@@ -59,7 +57,7 @@ def _router(e: Eager, s: BlockSetting, x: Value) -> tuple[Value, Value, Value]:
             kind="router",
             backward_temporary=2 * pairs * FP32,
         )
-    if not s.implementation.wide_routing(c):
+    if c.family not in s.implementation.wide_routing:
         weights = e.cast(weights, e.item[logits])
     for variable in (logits, shares):
         e.tape.use(variable)

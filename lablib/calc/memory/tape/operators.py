@@ -1,16 +1,31 @@
 """Operators of eager PyTorch as lines of a tape: what each makes, keeps for backward, and needs while it runs.
 
 `Eager` writes on a `Tape` as a model's forward would, and knows the dtypes: `add` of fp32 and bf16 is fp32, `linear`
-under autocast casts its input first. What each operator keeps is the table of `lablib.calc.memory.activations.toy`.
+under autocast casts its input first. Autograd keeps what an operator's derivative needs, once, however many need it:
+
+| operator | keeps |
+|---|---|
+| embedding | its indices, int64 |
+| x + y, casts, sums, views, scalars | nothing |
+| linear | its input (the weight is a parameter: it exists anyway) |
+| dropout | the mask, already scaled, in the dtype of its input; a GPU keeps 1 byte |
+| LayerNorm | its input, and a mean and an inverse deviation a token |
+| RMSNorm, written out in fp32 | the fp32 input, an fp32 inverse root a token, the normed value |
+| rotary positions | cosines and sines, shared by all layers; not what they turn |
+| q kᵀ, weights v | both factors: a copy of k and v for every query head |
+| softmax | its output |
+| fused attention | q, k, v, output, one fp32 statistic a head and token |
+| GELU, SiLU | its input |
+| SiLU(gate) × up | both factors |
+| cross-entropy | fp32 log-probabilities, the targets, the sum of weights |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lablib.calc.memory.tape.setting import FP32
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, VIEW, Tape, Value
-
-FP32 = 4
 
 
 class Eager:
@@ -126,12 +141,13 @@ class Eager:
         bias: bool = False,
         trained: bool | None = None,
         leaf: bool = True,
+        copies: int = 1,
         label: str = "",
     ) -> Value:
-        """Return a linear layer of x: a trained weight keeps the input."""
+        """Return a linear layer of x, or with `copies` of one of them for each expert: a trained weight keeps the input."""
         trained = not self.frozen if trained is None else trained
         item = self.low or self.item[x]
-        weights = inputs * outputs + (outputs if bias else 0)
+        weights = copies * (inputs * outputs + (outputs if bias else 0))
         tokens = self.numbers(x) // inputs
         x = self.cast(x, item, f"cast of {x.name} for {name}")
         read, keeps, gradient = [x], [x] if trained else [], [VIEW]

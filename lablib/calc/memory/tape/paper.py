@@ -10,11 +10,9 @@ adds to. With sequence parallelism the stream is gathered before, and again in b
 
 from __future__ import annotations
 
-from lablib.calc.memory.tape.blocks import BlockSetting
-from lablib.calc.memory.tape.operators import FP32, Eager
+from lablib.calc.memory.tape.operators import Eager
+from lablib.calc.memory.tape.setting import FP32, MASK, BlockSetting
 from lablib.calc.memory.tape.tape import NEW, NONE, Tape, Value
-
-MASK = 1
 
 
 def paper_norm(e: Eager, s: BlockSetting, x: Value, name: str) -> Value:
@@ -122,12 +120,13 @@ class _PaperBlock:
             self.adapted(y, x, self.c.hidden, width, kind, name) for y, (name, width) in zip(made, layers, strict=True)
         ]
 
-    def adapted(self, y: Value, x: Value, inputs: int, outputs: int, kind: str, name: str) -> Value:
+    def adapted(self, y: Value, x: Value, inputs: int, outputs: int, kind: str, name: str, copies: int = 1) -> Value:
         s, e = self.s, self.e
         if not s.lora_rank or (s.lora_targets != "all" and kind != "attention"):
             return y
-        down = e.linear(x, inputs, s.lora_rank, kind=kind, name=f"A of {name}", trained=True)
-        up = e.linear(down, s.lora_rank, outputs, kind="adapters", name=f"B of {name}", trained=True)
+        own = {"trained": True, "copies": copies}
+        down = e.linear(x, inputs, s.lora_rank, kind=kind, name=f"A of {name}", **own)
+        up = e.linear(down, s.lora_rank, outputs, kind="adapters", name=f"B of {name}", **own)
         return e.add(y, e.scale(up))
 
     def attention(self, x: Value) -> Value:
@@ -207,26 +206,22 @@ class _PaperBlock:
         router = matrix(e, x, s.stream, h, c.num_experts, name="router", kind="mlp", item=FP32)
         chosen = e.function("softmax of the router", router, kind="router", keeps_output=True)
         copies = e.make("dispatch", [x], visits * h, s.value, label="copies of tokens")
-        trained = 0 if e.frozen or e.fused_gradients else h * f * c.num_experts * e.gradient
-        own = {"kind": "experts", "weight_gradient": trained}
-        inner = [("gate", f), ("up", f)] if c.gated_mlp else [("up", f)]
+        local, own_f = c.num_experts // s.ep, c.expert_ffn // (s.etp or s.tp)  # experts of this rank, and their width
+        inner = [("gate", 1), ("up", 1)] if c.gated_mlp else [("up", 1)]
         if c.gated_mlp and self.joins:
-            inner = [("gate and up", 2 * f)]
+            inner = [("gate and up", 2)]
+
+        def product(y: Value, tokens: int, inputs: int, outputs: int, name: str, widths: int, label: str = "") -> Value:
+            trained = 0 if e.frozen or e.fused_gradients else widths * h * own_f * local * e.gradient
+            how = {"kind": "experts", "weight_gradient": trained, "label": label}
+            made = matrix(e, y, tokens, inputs, outputs, name=f"{name} projection of the experts", **how)
+            sides = (h, own_f) if inputs == h else (own_f, h)
+            return self.adapted(made, y, *sides, "experts", f"{name} of the experts", local)
+
         made = [
-            matrix(
-                e,
-                copies,
-                s.visits,
-                h,
-                width,
-                name=f"{name} projection of the experts",
-                label=f"{name} of the experts",
-                **own,
-            )
-            for name, width in inner
+            product(copies, s.visits, h, widths * f, name, widths, f"{name} of the experts") for name, widths in inner
         ]
-        inner = self.inner(x, made, "experts")
-        out = matrix(e, inner, visits, f, h, name="down projection of the experts", **own)
+        out = product(self.inner(x, made, "experts"), visits, f, h, "down", 1)
         y = e.make("weighted sum", [out, chosen], s.stream * h, s.value, keeps=[out, chosen], kind="experts")
         if c.num_shared_experts:
             y = e.add(y, self.mlp(x, c.num_shared_experts * c.expert_ffn), "add shared experts")

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
 
-from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.config import RunConfig, run_config
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import AUTOGRAD, KORTHIKANTI, Term, find_term
 from lablib.calc.memory.timeline.step import MemoryInstant, Step
@@ -46,7 +46,6 @@ class Explained:
     proof: str
 
 
-@takes_settings
 def explain_memory(
     model: RunConfig | ModelConfig | str | PathLike,
     *,

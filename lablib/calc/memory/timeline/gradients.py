@@ -32,18 +32,18 @@ Terms = Mapping[str, int]  # name of a term -> bytes
 
 
 @dataclass(frozen=True)
-class Made:
-    """Gradients of parameters that backward has made so far, in bytes.
+class GradientState:
+    """Gradients of parameters during backward, in bytes.
 
     Attributes:
-        done: Those that are where the optimizer will find them.
-        root: Of FSDP2's root: unsharded until the end of backward.
-        buffer: FSDP2's last reduce-scatter, whose buffer is there until the next one.
+        accumulated: Those that are where the optimizer will find them.
+        root_unsharded: Of FSDP2's root: whole until the end of backward.
+        reduce_buffer: Of FSDP2's last reduce-scatter, which is there until the next one.
     """
 
-    done: int = 0
-    root: int = 0
-    buffer: int = 0
+    accumulated: int = 0
+    root_unsharded: int = 0
+    reduce_buffer: int = 0
 
 
 def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> Reduction:
@@ -63,7 +63,7 @@ class Reduction:
     Attributes:
         gradient_bytes: Bytes of a gradient as backward leaves it.
         accumulates_in_place: Whether gradients are there before backward, so that new ones are added and go.
-        lasting: What is there at all times, by term.
+        persistent_terms: What is there at all times, by term.
         table_bytes: Bytes of the gradient of the token table.
     """
 
@@ -79,53 +79,59 @@ class Reduction:
         self.buckets = buffers.get("communication_buckets", 0)
         self.unsharded = {name: buffers.get(name, 0) for name in ("gathered_weights", "dequantized_weights")}
         self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
-        self.lasting: dict[str, int] = {}
+        self.persistent_terms: dict[str, int] = {}
         if buffers.get("rotary_tables"):
-            self.lasting["rotary_tables"] = buffers["rotary_tables"]
+            self.persistent_terms["rotary_tables"] = buffers["rotary_tables"]
         if all_reduces(run) and not self.on_host:
             # DDP makes its buckets once, and they stay.
-            self.lasting["gradient_buckets"] = self.buckets
+            self.persistent_terms["gradient_buckets"] = self.buckets
             self.buckets = 0
             if run.gradient_as_bucket_view and self.ranks > 1:
                 self.accumulates_in_place = True
         if self.accumulates_in_place or (accumulates and not self.on_host):
-            self.lasting["gradients"] = self.all_gradients
-        #: Whether all of them are there already, so that backward adds none to what there is.
-        self.all_there = bool(self.lasting.get("gradients")) or self.on_host
+            self.persistent_terms["gradients"] = self.all_gradients
+        #: Whether all gradients are there before backward, which adds to them.
+        self.gradients_exist = bool(self.persistent_terms.get("gradients")) or self.on_host
 
     def unsharded_weights(self, unit: str, phase: str, event: str = "compute") -> Terms:
         """Return weights that are unsharded for a while."""
         return self.unsharded
 
-    def during(self, unit: str | None, made: Made, now: int) -> Terms:
+    def backward_terms(self, unit: str | None, state: GradientState, now: int) -> Terms:
         """Return gradients of parameters during the backward of a unit.
 
         Args:
             now: Bytes that the unit has made so far.
         """
         if self.shards_gradients:
-            return {"unsharded_gradients": now, "communication_buckets": self._in_buckets, "gradients": made.done}
+            return {
+                "unsharded_gradients": now,
+                "communication_buckets": self._in_buckets,
+                "gradients": state.accumulated,
+            }
         if self.run.zero and self.ranks > 1:
-            return {"gradients": now + made.done, "communication_buckets": self._in_buckets}
-        return {"gradients": now + made.done}
+            return {"gradients": now + state.accumulated, "communication_buckets": self._in_buckets}
+        return {"gradients": now + state.accumulated}
 
     @property
     def _in_buckets(self) -> int:
         return 0 if weights_are_sharded(self.run) else self.buckets
 
-    def after(self, unit: str | None, made: Made, size: int) -> Made:
+    def after_unit(self, unit: str | None, state: GradientState, size: int) -> GradientState:
         """Return what has been made when a unit's backward has ended, which made gradients of `size` bytes."""
-        if self.all_there:
-            return made
-        return replace(made, done=made.done + (shard_size(size, self.ranks) if self.shards_gradients else size))
+        if self.gradients_exist:
+            return state
+        return replace(
+            state, accumulated=state.accumulated + (shard_size(size, self.ranks) if self.shards_gradients else size)
+        )
 
-    def reducing(self, unit: str, made: Made, size: int) -> Terms:
+    def reduction_terms(self, unit: str, state: GradientState, size: int) -> Terms:
         """Return what the reduction of a unit ("" for the ends) holds when its backward has ended."""
         if unit or self.ranks == 1:
             return {}
-        return {"gradients": made.done, "communication_buckets": self._in_buckets}
+        return {"gradients": state.accumulated, "communication_buckets": self._in_buckets}
 
-    def casting(self, unit: str, made: Made) -> Terms:
+    def cast_terms(self, unit: str, state: GradientState) -> Terms:
         """Return what the cast of a unit's reduced gradients holds; nothing where they are not cast."""
         return {}
 
@@ -142,11 +148,11 @@ class MegatronReduction(Reduction):
     def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
         super().__init__(stage, memory, accumulates)
         dummies = dict(memory.buffer_terms).get("dummy_weight_gradients", 0)
-        self.lasting = {"gradients": self.all_gradients, "dummy_weight_gradients": dummies}
+        self.persistent_terms = {"gradients": self.all_gradients, "dummy_weight_gradients": dummies}
         self.gradient_bytes = self.run.recipe.weights
         self.table_bytes = -(-self.run.model.vocab // self.run.tp) * self.run.model.hidden * self.gradient_bytes
         self.accumulates_in_place, self.shards_gradients = not self.on_host, False
-        self.all_there = True
+        self.gradients_exist = True
 
 
 class Fsdp2Reduction(Reduction):
@@ -195,38 +201,38 @@ class Fsdp2Reduction(Reduction):
         u = self.units[unit]
         return padded(u.shapes + u.frozen, self.ranks) * self.run.recipe.gathered
 
-    def during(self, unit: str | None, made: Made, now: int) -> Terms:
+    def backward_terms(self, unit: str | None, state: GradientState, now: int) -> Terms:
         """Return sharded and unsharded gradients and the buffer of the last reduce-scatter; see the base class."""
         return {
-            "gradients": made.done,
+            "gradients": state.accumulated,
             "unsharded_gradients": now if unit else 0,
-            "root_gradients": made.root + (0 if unit else now),
-            "reduce_scatter_buffers": made.buffer,
+            "root_gradients": state.root_unsharded + (0 if unit else now),
+            "reduce_scatter_buffers": state.reduce_buffer,
         }
 
-    def after(self, unit: str | None, made: Made, size: int) -> Made:
+    def after_unit(self, unit: str | None, state: GradientState, size: int) -> GradientState:
         """Return what has been made when a unit's backward has ended; the root's gradients wait."""
         if unit is None:
-            return replace(made, root=made.root + size)
-        new = 0 if self.lasting.get("gradients") else self._shard(unit)
-        return Made(made.done + new, made.root, self._buffer(unit))
+            return replace(state, root_unsharded=state.root_unsharded + size)
+        new = 0 if self.persistent_terms.get("gradients") else self._shard(unit)
+        return GradientState(state.accumulated + new, state.root_unsharded, self._buffer(unit))
 
-    def reducing(self, unit: str, made: Made, size: int) -> Terms:
+    def reduction_terms(self, unit: str, state: GradientState, size: int) -> Terms:
         """Return what the reduce-scatter of a unit holds: its gradients and the buffer that they are copied into."""
-        return self._behind(unit, made, "unsharded_gradients", size if unit else made.root)
+        return self._behind(unit, state, "unsharded_gradients", size if unit else state.root_unsharded)
 
-    def casting(self, unit: str, made: Made) -> Terms:
+    def cast_terms(self, unit: str, state: GradientState) -> Terms:
         """Return what the cast of a reduced shard holds: the buffer, the shard, and the shard in the dtype of the weights."""
         if self.run.reduced_bytes == self.run.recipe.gradients:
             return {}
-        return self._behind(unit, made, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
+        return self._behind(unit, state, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
 
-    def _behind(self, unit: str, made: Made, name: str, size: int) -> Terms:
+    def _behind(self, unit: str, state: GradientState, name: str, size: int) -> Terms:
         terms = {
             **(self.held.get(("backward", unit, "release"), {}) if unit else {}),
-            "gradients": made.done,
+            "gradients": state.accumulated,
             name: size,
-            "root_gradients": made.root if unit else 0,
+            "root_gradients": state.root_unsharded if unit else 0,
             "reduce_scatter_buffers": self._buffer(unit),
         }
         return {term: size for term, size in terms.items() if size}

@@ -13,28 +13,28 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lablib.calc.memory.activations import INT64
 from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.tape import (
+    INT64,
     LOSS_OPERATORS,
     LOSS_TERMS,
     BlockSetting,
     Event,
     Item,
     Tape,
-    block_setting,
+    run_setting,
     write_tape,
 )
 from lablib.calc.memory.terms import listed
-from lablib.calc.memory.timeline.gradients import Made, Terms, make_reduction, optimizer_terms
+from lablib.calc.memory.timeline.gradients import GradientState, Terms, make_reduction, optimizer_terms
 
 FORWARD, BACKWARD = "forward", "backward"
 CAST = "cast of the reduced gradients"
-MOST = 512  # pieces that are kept, of about 20 KB each
+CACHED_PIECES = 512  # pieces that are kept, of about 20 KB each
 
 
-class Fullest(NamedTuple):
+class FullestEvent(NamedTuple):
     """The event of a piece that holds most.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fullest(NamedTuple):
     weights: int
 
 
-@lru_cache(maxsize=MOST)
+@lru_cache(maxsize=CACHED_PIECES)
 def piece(which: str, setting: BlockSetting, **how: bool) -> Piece:
     """Return the tape of a "block", of the "head" or of the "embedding", and its events.
 
@@ -75,16 +75,16 @@ class Piece:
         cached = [value for value in casts & tape.held if value.name not in self.kept_names]
         self.cached = sum(value.bytes for value in cached)  # in autocast's cache alone
         self.weights = 0 if how.get("accumulating") else self.events[-1].weights
-        self._found: dict[int, Fullest] = {}
+        self._found: dict[int, FullestEvent] = {}
         self._fullest: dict[str, int | None] = {}
 
-    def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> Fullest:
+    def fullest(self, direction: str, only: Callable[[str], bool] | None = None) -> FullestEvent:
         """Return the fullest event of a direction."""
         if only is None and direction not in self._fullest:
             self._fullest[direction] = self._index(direction, None)
         i = self._fullest[direction] if only is None else self._index(direction, only)
         if i is None:
-            return Fullest("", MappingProxyType({}), 0)
+            return FullestEvent("", MappingProxyType({}), 0)
         if i not in self._found:
             terms: Counter[str] = Counter()
             for item in self.tape.alive(i, **self.how):
@@ -93,7 +93,9 @@ class Piece:
             event = self.events[i]
             terms["new_gradients"] = event.new
             again = " again" if event.direction == "replay" else ""
-            self._found[i] = Fullest(f"{event.operator}{again}", MappingProxyType(terms), event.weights - event.new)
+            self._found[i] = FullestEvent(
+                f"{event.operator}{again}", MappingProxyType(terms), event.weights - event.new
+            )
         return self._found[i]
 
     def _index(self, direction: str, only: Callable[[str], bool] | None) -> int | None:
@@ -173,7 +175,7 @@ class MemoryInstant:
         return dict(self.terms).get(name, 0)
 
 
-def plus(terms: Terms, *others: Terms, times: int = 1) -> dict[str, int]:
+def add_terms(terms: Terms, *others: Terms, times: int = 1) -> dict[str, int]:
     """Return terms with others added to them, or with times=-1 taken away."""
     total = dict(terms)
     for other in others:
@@ -213,7 +215,7 @@ class Step:
         first = self.stage.is_first and layer in self.stage.layers[:1]
         return piece(
             which,
-            block_setting(self.run, layer, self.reduction.gradient_bytes, behind_embedding=first),
+            run_setting(self.run, layer, gradient=self.reduction.gradient_bytes, behind_embedding=first),
             out_of_place=self.out_of_place,
             accumulating=self.reduction.accumulates_in_place,
             retains_grad_output=retains,
@@ -243,36 +245,36 @@ class Step:
         kept, cached = self._before(), 0
         if "embedding" in self.ends:
             yield self._embedding_forward(kept)
-            kept = plus(kept, self.ends["embedding"].kept)
+            kept = add_terms(kept, self.ends["embedding"].kept)
         for number, block in enumerate(self.blocks):
             if near is None or number in near:
                 yield self._block_forward(number, kept, cached)
-            kept, cached = plus(kept, block.kept), cached + block.cached
-        kept = plus(kept, {"stage_outputs": self.stage_ends(1).get("stage_outputs", 0)})
-        made = Made()
+            kept, cached = add_terms(kept, block.kept), cached + block.cached
+        kept = add_terms(kept, {"stage_outputs": self.stage_ends(1).get("stage_outputs", 0)})
+        state = GradientState()
         if "head" in self.ends:
             yield self._loss(kept, cached)
-            yield self._loss_backward(kept, made)
+            yield self._loss_backward(kept, state)
             # The gradient of a tied table waits for the embedding's, and no parameter has it until then.
-            made = self.reduction.after(None, made, max(0, self.ends["head"].weights - self.tied_table))
-            kept = plus(kept, {"tied_gradient": self.tied_table})
+            state = self.reduction.after_unit(None, state, max(0, self.ends["head"].weights - self.tied_table))
+            kept = add_terms(kept, {"tied_gradient": self.tied_table})
         for number in reversed(range(len(self.blocks))):
             block = self.blocks[number]
-            kept = plus(kept, block.kept, times=-1) | {"received_gradient": self.received(number)}
+            kept = add_terms(kept, block.kept, times=-1) | {"received_gradient": self.received(number)}
             if near is None or number in near:
-                yield self._block_backward(number, kept, made)
-            made = self.reduction.after(f"block {number}", made, block.weights)
+                yield self._block_backward(number, kept, state)
+            state = self.reduction.after_unit(f"block {number}", state, block.weights)
         if "embedding" in self.ends:
-            yield self._embedding_backward(kept, made)
-            made = self.reduction.after(None, made, self.ends["embedding"].weights)
-        reduced, cast = self.reduction.reducing("", made, 0), self.reduction.casting("", made)
+            yield self._embedding_backward(kept, state)
+            state = self.reduction.after_unit(None, state, self.ends["embedding"].weights)
+        reduced, cast = self.reduction.reduction_terms("", state, 0), self.reduction.cast_terms("", state)
         if reduced:
             found = (self._sum(reduced), "reduce-scatter"), (self._sum(cast), CAST)
             yield _fullest("gradient reduction", "reduction", None, *found)
         yield self._optimizer_step()
 
     def _at_rest(self) -> MemoryInstant:
-        terms = plus(self.reduction.lasting, self.states)
+        terms = add_terms(self.reduction.persistent_terms, self.states)
         if not (self.run.gradient_as_bucket_view or self.run.implementation.accumulates_in_kernel):
             terms.pop("gradients", None)
         return MemoryInstant("states", "states", None, listed(terms), "")
@@ -306,48 +308,50 @@ class Step:
             found.append((self._sum(kept, self.held_mask, terms, {"weight_casts": cached}, unsharded), at))
         return _fullest("loss", "loss", None, *found)
 
-    def _loss_backward(self, kept: Terms, made: Made) -> MemoryInstant:
+    def _loss_backward(self, kept: Terms, state: GradientState) -> MemoryInstant:
         found = []
         for inside in (True, False):
             # The loss goes backward before the root of FSDP2 hears of it, unless it is inside of the root.
             at, terms, weights = self.ends["head"].fullest(BACKWARD, lambda op, i=inside: (op in LOSS_OPERATORS) == i)
             phase = "loss" if inside and not self.run.implementation.loss_in_root else BACKWARD
             unsharded = self.reduction.unsharded_weights("", phase)
-            gradients = self.reduction.during(None, made, weights)
+            gradients = self.reduction.backward_terms(None, state, weights)
             found.append((self._sum(kept, self.held_mask, terms, unsharded, gradients), at))
         return _fullest("backward of the loss", BACKWARD, None, *found)
 
-    def _block_backward(self, number: int, kept: Terms, made: Made) -> MemoryInstant:
+    def _block_backward(self, number: int, kept: Terms, state: GradientState) -> MemoryInstant:
         """An operator, the reduce-scatter behind them, the cast of its output, or the copy out of an all-gather before them."""
         block, unit, reduction, mask = self.blocks[number], f"block {number}", self.reduction, self.held_mask
         at, terms, weights = block.fullest(BACKWARD)
         unsharded, copied = (reduction.unsharded_weights(unit, BACKWARD, e) for e in ("compute", "copy"))
-        during, before = (reduction.during(unit, made, size) for size in (weights, 0))
+        during, before = (reduction.backward_terms(unit, state, size) for size in (weights, 0))
         return _fullest(
             f"backward of {unit}",
             BACKWARD,
             number,
             (self._sum(kept, terms, mask, unsharded, during), at),
-            (self._sum(kept, block.end, reduction.reducing(unit, made, block.weights)), "reduce-scatter"),
-            (self._sum(kept, block.end, reduction.casting(unit, made)), CAST),
+            (self._sum(kept, block.end, reduction.reduction_terms(unit, state, block.weights)), "reduce-scatter"),
+            (self._sum(kept, block.end, reduction.cast_terms(unit, state)), CAST),
             (self._sum(kept, block.kept, block.begin, mask, copied, before), "all-gather"),
         )
 
-    def _embedding_backward(self, kept: Terms, made: Made) -> MemoryInstant:
+    def _embedding_backward(self, kept: Terms, state: GradientState) -> MemoryInstant:
         embedding = self.ends["embedding"]
-        kept = plus(kept, embedding.kept, times=-1)
+        kept = add_terms(kept, embedding.kept, times=-1)
         if not self.run.model.learned_positions:  # rotary tables go with the first block
-            kept = plus(kept, fixed_activations(self.run) | {TOKENS: 0}, times=-1)
+            kept = add_terms(kept, fixed_activations(self.run) | {TOKENS: 0}, times=-1)
         if len(self.stage.chunks[0]) == 1:  # the gradient from the next stage is still there
             kept = kept | {"received_gradient": self.blocks[0].received}
         at, terms, weights = embedding.fullest(BACKWARD)
         table = self.tied_table
         if table and at == "embedding":  # this one, and their sum where it is a third
-            terms = plus(terms, {"tied_gradient": (2 if self.sums_tables_anew else 1) * table, "new_gradients": -table})
+            terms = add_terms(
+                terms, {"tied_gradient": (2 if self.sums_tables_anew else 1) * table, "new_gradients": -table}
+            )
             if self.sums_tables_anew:  # by then what the embedding received is gone
                 terms.pop("activation_gradients", None)
         unsharded = self.reduction.unsharded_weights("", "end")
-        total = self._sum(kept, terms, unsharded, self.reduction.during(None, made, weights))
+        total = self._sum(kept, terms, unsharded, self.reduction.backward_terms(None, state, weights))
         return MemoryInstant("backward of the embedding", BACKWARD, None, listed(total), at)
 
     def _optimizer_step(self) -> MemoryInstant:
@@ -358,7 +362,7 @@ class Step:
     # What is there.
 
     def _sum(self, *parts: Terms) -> dict[str, int]:
-        return {term: size for term, size in plus(self.always, *parts).items() if size > 0}
+        return {term: size for term, size in add_terms(self.always, *parts).items() if size > 0}
 
     @cached_property
     def states(self) -> Terms:
@@ -369,14 +373,14 @@ class Step:
     @cached_property
     def always(self) -> Terms:
         """Bytes of every instant: states, what the reduction keeps, and the token ids of the step."""
-        waiting = plus(self.waiting, self.fixed).get(TOKENS, 0)
-        return plus(self.reduction.lasting, self.states) | {TOKENS: max(self.batch, waiting)}
+        waiting = add_terms(self.waiting, self.fixed).get(TOKENS, 0)
+        return add_terms(self.reduction.persistent_terms, self.states) | {TOKENS: max(self.batch, waiting)}
 
     def _before(self) -> dict[str, int]:
         """Bytes kept when the forward of the last micro-batch in flight begins."""
-        kept = plus(self.waiting, self.fixed)
+        kept = add_terms(self.waiting, self.fixed)
         kept.pop(TOKENS, None)
-        kept = plus(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
+        kept = add_terms(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
         if not self.run.implementation.eager:  # its tape knows no casts: they are there from forward to backward
             kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
         return kept
@@ -393,19 +397,19 @@ class Step:
         blocks = iter(self.blocks)
         for chunk, count in zip(self.stage.chunks, self.in_flight, strict=True):
             for block in (next(blocks) for _ in chunk):
-                total = plus(total, block.kept, times=max(count - 1, 0))
+                total = add_terms(total, block.kept, times=max(count - 1, 0))
         for name, count in (("embedding", self.in_flight[0]), ("head", self.in_flight[-1])):
             if name in self.ends:
-                total = plus(total, self.ends[name].kept, times=max(count - 1, 0))
+                total = add_terms(total, self.ends[name].kept, times=max(count - 1, 0))
         others = max(sum(self.in_flight) - 1, 0)
-        return plus(plus(total, self.fixed, times=others), self.stage_ends(others))
+        return add_terms(add_terms(total, self.fixed, times=others), self.stage_ends(others))
 
     @cached_property
     def saved(self) -> Terms:
         """Bytes kept when forward ends, for all micro-batches in flight."""
-        total = plus(self.waiting, self.fixed, *(block.kept for block in self.blocks))
-        total = plus(total, *(end.kept for end in self.ends.values()), self.stage_ends(1))
-        return plus(total, self.held_mask)
+        total = add_terms(self.waiting, self.fixed, *(block.kept for block in self.blocks))
+        total = add_terms(total, *(end.kept for end in self.ends.values()), self.stage_ends(1))
+        return add_terms(total, self.held_mask)
 
     def variables(self, number: int) -> int:
         """Bytes that variables of a model hold while block `number` goes forward: Hugging Face's embeddings, our labels."""
@@ -458,7 +462,7 @@ class Step:
             return {"attention_mask": run.seq * run.seq} if windowed else {}
         if not run.implementation.shares_mask:
             return {}
-        value = block_setting(run, 0, 0, behind_embedding=False).value
+        value = run_setting(run, 0).value
         return {"attention_mask": run.micro_batch * run.seq * run.seq * value}
 
     @property

@@ -20,7 +20,7 @@ from os import PathLike
 from typing import NamedTuple
 
 from lablib.calc.errors import check_flag, check_stage, one_of
-from lablib.calc.memory.config import RunConfig, run_config, takes_settings
+from lablib.calc.memory.config import RunConfig, run_config
 from lablib.calc.memory.formulas import gradients_meet
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import listed
@@ -99,7 +99,6 @@ class MemoryTimeline:
         }
 
 
-@takes_settings
 def memory_timeline(
     model: RunConfig | ModelConfig | str | PathLike,
     *,
@@ -119,7 +118,7 @@ def memory_timeline(
         out_of_place: Whether backward writes into no tensor that is there, as under a dispatch mode: set it to compare
             with MemTracker, FakeTensorMode or `lablib.launch.measure.memory`. Without one, a second gradient is added to
             the first in place unless that is a view; see `lablib.calc.memory.tape.tape`.
-        **settings: Fields of `lablib.calc.memory.RunConfig`, listed below.
+        **settings: Fields of `lablib.calc.memory.RunConfig`; `rung memory --help` explains them.
 
     Raises:
         ValueError: As `training_memory`, and if `step` or the stage is unknown.
@@ -155,11 +154,11 @@ def memory_peak(run: RunConfig, *, step: str = "foreach", out_of_place: bool = F
         step: As in `memory_timeline`.
         out_of_place: As in `memory_timeline`.
     """
-    found = [_peak(stage, step, out_of_place) for stage in stages_to_ask(run)]
+    found = [_peak(stage, step, out_of_place) for stage in distinct_stages(run)]
     return max(found, key=lambda peak: peak.instant.total)
 
 
-def stages_to_ask(run: RunConfig) -> list[Stage]:
+def distinct_stages(run: RunConfig) -> list[Stage]:
     """Return stages of which one has the highest peak: the first, the last, and of those that are alike the earliest.
 
     Stages between the ends are alike if their chunks have layers of the same kinds and their gradients meet
