@@ -22,7 +22,7 @@ from lablib.calc.schedules import schedule
 from lablib.launch.ranks import run_ranks
 from lablib.toys import context_parallel, expert_parallel
 from lablib.toys.data_parallel import ddp
-from lablib.toys.expert_parallel.model import MoETransformer, tiny_mixture
+from lablib.toys.expert_parallel.moe_transformer import MoETransformer, tiny_mixture
 from lablib.toys.gradient_room import gradient_room
 from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.pipeline.stages import DeferWeights
