@@ -145,8 +145,7 @@ WRITERS = {
     "data_parallel.ddp.NaiveDDP.sync": "NaiveDDP",  # what it had, or None
     "data_parallel.ddp.NaiveDDP._reduce": "NaiveDDP",
     "data_parallel.ddp.BucketedDDP._put": "BucketedDDP",
-    "zero.flat_shards.FlatShards.finish": "ZeRO2",  # of flat shards, as those below
-    "zero.stages_1_2.ZeRO1._update_shards": "ZeRO1",
+    "zero.stages_1_2.ZeRO1._update_shards": "ZeRO1",  # of flat shards
     "context_parallel.model.average_gradients": "context parallel",
     "pipeline.stages.DeferWeights.run": "deferred weights",  # a bias, of one dim
     "pipeline.executor.PipelineExecutor._summing_tied": "1f1b",

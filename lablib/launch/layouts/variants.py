@@ -141,14 +141,14 @@ class ToyJob:
         if not self.zero:
             return self._unsharded({name: p.grad for name, p in self.names.items()})
         for flat in self.zero.trained:  # stage 1 sends them in its step only
-            if flat.grad is None:
-                flat.reduce()
-                flat.finish()
+            if flat.sharded_grad is None:
+                flat.reduce_scatter_grads()
+                flat.wait_for_reduce_scatter()
         pieces = {}
         places = {id(p): name for name, p in self.names.items()}
         for flat in self.zero.trained:
-            whole = torch.empty(flat.width * flat.world_size, dtype=flat.grad.dtype)
-            all_gather(whole, flat.grad, group=flat.group)
+            whole = torch.empty(flat.width * flat.world_size, dtype=flat.sharded_grad.dtype)
+            all_gather(whole, flat.sharded_grad, group=flat.group)
             parts = zip(flat.params, flat.split(whole), strict=True)
             pieces |= {places[id(p)]: part.clone() for p, part in parts}
         return self._unsharded({name: pieces[name] for name in self.names})
