@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lablib.launch.measure import CommEvent, CommLog, dump_flight_record, record_comms
 from lablib.launch.records import RankLog, read_logs
-from lablib.toys.gradient_room import set_gradient
+from lablib.toys.gradient_layout import set_grad
 
 _LOOK_S = 0.01  # between two looks of the watch; nothing depends on it
 _PEER_S = 5.0  # for the other ranks to prove the hang, too, before this one ends
@@ -80,15 +80,15 @@ class Job:
 
     def update(self, optimizer: torch.optim.Optimizer, loss: float, flat: Tensor) -> None:
         """Log the step and take it, with a vector in the place of the gradients; they stay until they are zeroed."""
-        self.set_gradient(flat)
+        self.set_grad(flat)
         self.step(loss)
         optimizer.step()
 
-    def set_gradient(self, flat: Tensor) -> None:
+    def set_grad(self, flat: Tensor) -> None:
         """Put a vector back into the gradients."""
         start = 0
         for p in self.model.parameters():
-            set_gradient(p, flat[start : start + p.numel()])
+            set_grad(p, flat[start : start + p.numel()])
             start += p.numel()
 
     def step(self, *losses: float) -> None:

@@ -33,15 +33,7 @@ def gathered_attention(
     causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks, out_BNsD. Every rank must call it.
-
-    Args:
-        q_BNsD: Queries of this rank's tokens, those of `token_positions`, already rotated.
-        group: The context parallel ranks. Any number, since heads are not split.
-        causal: Whether a query sees only tokens at or before its position.
-        documents: The number of the document of every token of the *full* sequence, (S,) or (B, S), the same on every
-            rank; a query sees only its own document.
-    """
+    """Return attention over the keys of all ranks, out_BNsD; arguments as for `ring_attention`."""
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
     cp, rank = size_and_rank(group)
     seq = q_BNsD.shape[2] * cp

@@ -40,15 +40,9 @@ def ulysses_attention(
     causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks, out_BNsD. Every rank must call it.
+    """Return attention over the keys of all ranks, out_BNsD; arguments as for `ring_attention`.
 
-    Args:
-        q_BNsD: Queries of this rank's tokens, those of `token_positions`, already rotated.
-        group: The context parallel ranks; their number divides N, and divides K or is a multiple of it.
-        order: How the tokens lie outside of attention.
-        causal: Whether a query sees only tokens at or before its position.
-        documents: The number of the document of every token of the *full* sequence, (S,) or (B, S), the same on every
-            rank; a query sees only its own document.
+    The number of ranks divides N, and divides K or is a multiple of it.
     """
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
     (cp, _), heads, kv_heads = size_and_rank(group), q_BNsD.shape[HEADS], k_BKsD.shape[HEADS]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lablib.toys.expert_parallel.experts import Experts
-from lablib.toys.gradient_room import set_gradient
+from lablib.toys.gradient_layout import set_grad
 
 
 def routed_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -58,7 +58,7 @@ def average_gradients(model: nn.Module, dp_group: dist.ProcessGroup, edp_group: 
         message = torch.cat([grad.flatten() for grad in grads]) / dp_group.size()
         dist.all_reduce(message, group=group)
         for p, part in zip(parameters, message.split([p.numel() for p in parameters]), strict=True):
-            set_gradient(p, part)  # in its own dtype too: cat of bf16 and fp32 is fp32
+            set_grad(p, part)  # in its own dtype too: cat of bf16 and fp32 is fp32
 
 
 def own_group(groups: list[list[int]]) -> dist.ProcessGroup:

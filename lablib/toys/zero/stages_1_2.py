@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lablib.toys.data_parallel import check_replica, take_from_first
+from lablib.toys.data_parallel import broadcast_tensors, check_replica
 from lablib.toys.torch_names import all_gather
 from lablib.toys.zero.flat_shards import FlatShards, group_flat
 
@@ -68,7 +68,7 @@ class ZeRO1(nn.Module):
                 raise ValueError(f"master={master} cannot hold {p.dtype} weights; use torch.float32 or None")
         self.module, self.group, self.master = module, group, master
         with torch.no_grad():
-            take_from_first([*module.parameters(), *module.buffers()], group)
+            broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
     def _shard(self, flats: list[FlatShards], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         """Make the optimizer of the shards, and listen to the gradients."""
