@@ -3,7 +3,7 @@
     experiments     predictions that are locked before a run, records of runs, and what their fields may be
     samples         samples kept one by one, measured on a GPU or replayed
     logs            one file of JSON lines a rank
-    machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
+    machine         hardware and versions of this machine; what a rented one gives: links, clocks
 
 Read `experiments` first. Every lab.
 """
@@ -33,10 +33,8 @@ from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read
 from lablib.launch.records.machine import (
     all_reduce_rates,
     compile_seconds,
-    disk_rate,
     gpu_topology,
     host_rates,
-    kernel_log,
     machine_label,
     missing_for_compile,
     nvidia_smi,
@@ -71,14 +69,12 @@ __all__ = [
     "check_fields",
     "compile_seconds",
     "coverage",
-    "disk_rate",
     "experiments_dir",
     "git_commit",
     "gpu_record_name",
     "gpu_samples",
     "gpu_topology",
     "host_rates",
-    "kernel_log",
     "machine_label",
     "missing_for_compile",
     "nvidia_smi",
