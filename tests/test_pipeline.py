@@ -34,7 +34,7 @@ from lablib.launch.ranks import run_ranks
 from lablib.toys.data_parallel import BucketedDDP
 from lablib.toys.pipeline import PipelineExecutor, split_stages, step_1f1b
 from lablib.toys.pipeline import executor as pipeline
-from lablib.toys.pipeline.mailbox import Mailbox
+from lablib.toys.pipeline.executor import Mailbox
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
 from lablib.toys.zero import ZeRO1
 from tests.processes import new_seed

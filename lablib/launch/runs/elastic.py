@@ -51,7 +51,7 @@ _DEFAULTS = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 #: The trainer, with FSDP2 and checkpoints, and what the first optimizer of a process loads.
-_PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
+_PRELOAD = ("lablib.launch.training.callbacks", "torch._dynamo")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,25 @@
     config       its settings, and their command line
     data         the order of samples, windows of tokens, and what is trained
     metrics      metrics of every step, and MFU
-    monitors     callbacks that watch a run
-    resilience   checkpoints on a signal, resume, damaged files
+    callbacks    what watches a run, checkpoints on a signal, resume, damaged files
     finetune     a local Hugging Face model, trained on prompts and answers
     lora         two thin trained matrices beside each frozen one
 
 Read `trainer` first. Chapter 11.
 """
 
+from lablib.launch.training.callbacks import (
+    KillOnce,
+    LogEvents,
+    PrintSteps,
+    Profile,
+    SaveEvery,
+    StopOnSignal,
+    StragglerWatch,
+    Validate,
+    exit_code,
+    resume,
+)
 from lablib.launch.training.config import TrainConfig, config_from_args, train_model, train_parser
 from lablib.launch.training.data import (
     IGNORE_INDEX,
@@ -32,8 +43,6 @@ from lablib.launch.training.finetune import (
 )
 from lablib.launch.training.lora import add_lora, save_adapters
 from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
-from lablib.launch.training.monitors import PrintSteps, Profile, StragglerWatch, Validate
-from lablib.launch.training.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
 from lablib.launch.training.trainer import Callback, Trainer
 
 __all__ = [

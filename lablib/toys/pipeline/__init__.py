@@ -1,9 +1,8 @@
 """Pipeline parallelism: 1F1B in one function, and an executor for any schedule of `lablib.calc.schedules`.
 
     one_f_one_b   1F1B from top to bottom, with plain sends and receives
-    executor      runs a rank's actions, whatever the schedule
+    executor      runs a rank's actions, whatever the schedule, and its messages
     stages        a transformer cut by depth, and a backward cut in two
-    mailbox       the executor's messages between stages
 
 Read `one_f_one_b` first, beside chapter 04, then `executor`.
 """
