@@ -166,11 +166,11 @@ def _table(config: ModelConfig, fullest: MemoryInstant, ends: dict[str, int], pa
         "sequences in a micro-batch": f"{ends['micro_batch']:,}",
         "tokens in a sequence": f"{ends['seq']:,}{positions}",
     }
-    nothing = {name: words for name, words in fits.items() if words[0] != "0"}
+    present = {name: words for name, words in fits.items() if words[0] != "0"}
     return table(
         {
             f"What one device holds at the peak, {fullest.name}": terms,
-            "The most that fits, all else as it is": {name: ("", nothing.get(name, "nothing fits")) for name in fits},
+            "The most that fits, all else as it is": {name: ("", present.get(name, "nothing fits")) for name in fits},
         }
     )
 

@@ -113,12 +113,10 @@ def _picture(
     )
     names, below = legend(memory[0].parts, top=below + 10)
     second, end = bars(traffic, top=below + 20, title=f"Each sends in a step of {of}")
-    told = "; ".join(
+    words = "; ".join(
         f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
     )
-    alt = (
-        f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
-    )
+    alt = f"Two groups of four stacked bars for {model} on {on}: {words}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
     return picture(first + names + second, end, alt)
 
 

@@ -139,9 +139,9 @@ class ShardReport:
             "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time, "
             f"{format_bytes(self.peak_held_bytes(), 'MB')} with gradients and all buffers",
         }
-        said = [*(f"{name}: {text}" for name, text in facts.items()), *self.notes]
+        lines = [*(f"{name}: {text}" for name, text in facts.items()), *self.notes]
         # A page's column has some 72 characters.
-        return "\n".join([*table, *(textwrap.fill(text, 72, subsequent_indent="  ") for text in said)])
+        return "\n".join([*table, *(textwrap.fill(text, 72, subsequent_indent="  ") for text in lines)])
 
 
 def _kept(reshard: bool | int) -> str:
@@ -396,13 +396,13 @@ def _root(model: nn.Module) -> FSDPModule:
 
 
 def _warnings(model: nn.Module, wrap: Rule, policy: MixedPrecisionPolicy, offload: bool) -> list[str]:
-    said = {
+    notes = {
         "linear layers return views: an in-place operation on one would skip its gather in backward": wrap == "linear",
         "on the meta device: call materialize before the first step": next(model.parameters()).is_meta,
         "fp16: scale the loss, or small gradients become zero": policy.param_dtype == torch.float16,
         "offloaded: the optimizer runs on the CPU": offload,
     }
-    return [text for text, holds in said.items() if holds]
+    return [text for text, holds in notes.items() if holds]
 
 
 def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:

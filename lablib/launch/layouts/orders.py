@@ -328,5 +328,5 @@ def _run(bench: Bench, case: Case) -> Found:
         except (RuntimeError, ValueError) as error:
             text = str(error).strip().splitlines()[0]
             verdict, seen, numbers = "refused", f"{type(error).__name__}: {text}", {}
-    told = {str(one.message).splitlines()[0] for one in caught if issubclass(one.category, UserWarning)}
-    return verdict, seen, numbers, len(told)
+    messages = {str(one.message).splitlines()[0] for one in caught if issubclass(one.category, UserWarning)}
+    return verdict, seen, numbers, len(messages)

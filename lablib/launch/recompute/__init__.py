@@ -9,7 +9,7 @@ Read `apply` first, then `runs`. Chapter 09.
 
 from lablib.launch.recompute.apply import apply_strategy, matmul_policy
 from lablib.launch.recompute.runs import (
-    ddp_with,
+    ddp_error,
     find_largest_batch,
     fsdp_gathers,
     measure_step,
@@ -22,7 +22,7 @@ from lablib.launch.recompute.saved_tensors import bytes_by_name, named_saved_ten
 __all__ = [
     "apply_strategy",
     "bytes_by_name",
-    "ddp_with",
+    "ddp_error",
     "find_largest_batch",
     "fsdp_gathers",
     "matmul_policy",

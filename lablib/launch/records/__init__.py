@@ -43,7 +43,7 @@ from lablib.launch.records.machine import (
     while_busy,
 )
 from lablib.launch.records.samples import (
-    Kept,
+    SampleCache,
     coverage,
     gpu_record_name,
     gpu_samples,
@@ -61,10 +61,10 @@ __all__ = [
     "TEXT",
     "WHOLE",
     "JsonLines",
-    "Kept",
     "Predictions",
     "RankLog",
     "Record",
+    "SampleCache",
     "all_reduce_rates",
     "check_fields",
     "compile_seconds",

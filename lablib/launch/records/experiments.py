@@ -184,8 +184,8 @@ class Predictions:
         entry.expected = None if expected is None else float(expected)
         self._save()
         print(_titled(name, entry))
-        told = {"yours": entry.value, "lablib": entry.expected}
-        parts = [f"{who} {_number(x)}" + ("" if x is None else f" ({entry.off_by(x)})") for who, x in told.items()]
+        values = {"yours": entry.value, "lablib": entry.expected}
+        parts = [f"{who} {_number(x)}" + ("" if x is None else f" ({entry.off_by(x)})") for who, x in values.items()]
         line, *rest = *parts, f"measured {_number(entry.measured)}"
         for part in rest:
             # A page's column has some 72 characters, and what stands at the end is the point.
@@ -212,15 +212,15 @@ class Predictions:
         still_open = [name for name in CHECKED if name not in passed]
         if guessed or passed:
             exact = sum(entry.off_by(entry.value) == "exact" for entry in guessed)
-            said = [f"Guessed: {len(guessed)} of {len(self._entries)} predictions, {exact} of them exact."]
-            said += [f"Passed: {len(passed)} of {len(CHECKED)} exercises" + ", ".join(["", *passed]) + "."]
-            said += [f"Open: {', '.join(still_open)}."] if still_open else []
+            sentences = [f"Guessed: {len(guessed)} of {len(self._entries)} predictions, {exact} of them exact."]
+            sentences += [f"Passed: {len(passed)} of {len(CHECKED)} exercises" + ", ".join(["", *passed]) + "."]
+            sentences += [f"Open: {', '.join(still_open)}."] if still_open else []
         else:
-            said = ["Nothing is guessed and nothing is solved yet: the lab has run, and waits for you."]
-            said += [f'Begin with the prediction "{name}".' for name in list(self._entries)[:1]]
-            said += ["Restart the kernel, type your number in place of None, and run cell by cell from the top."]
-            said += [f"The first exercise is `{name}`." for name in still_open[:1]]
-        lines = [line for sentence in said for line in textwrap.wrap(sentence, 72)]
+            sentences = ["Nothing is guessed and nothing is solved yet: the lab has run, and waits for you."]
+            sentences += [f'Begin with the prediction "{name}".' for name in list(self._entries)[:1]]
+            sentences += ["Restart the kernel, type your number in place of None, and run cell by cell from the top."]
+            sentences += [f"The first exercise is `{name}`." for name in still_open[:1]]
+        lines = [line for sentence in sentences for line in textwrap.wrap(sentence, 72)]
         return "\n".join([*lines, "", self.table()] if guessed else lines)
 
     def _save(self) -> None:

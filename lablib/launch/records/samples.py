@@ -7,8 +7,8 @@
 A record belongs to a number of GPUs, `NN_name-2gpu.json`. Asked for a number that nobody recorded, the lab says so and
 names those that there are.
 
-`Kept` keeps samples one by one, so that a lab that was interrupted repeats nothing. Under `rung labs run` each sample
-is a file in the folder of that run; in a notebook of your own nothing is kept: re-running a cell measures again.
+`SampleCache` keeps samples one by one, so that a lab that was interrupted repeats nothing. Under `rung labs run` each
+sample is a file in the folder of that run; in a notebook of your own nothing is kept: re-running a cell measures again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lab_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-class Kept:
+class SampleCache:
     """The samples of one measurement."""
 
     def __init__(self, name: str) -> None:

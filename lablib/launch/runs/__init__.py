@@ -9,8 +9,8 @@
 Read `elastic` first. Chapter 11.
 """
 
-from lablib.launch.runs.elastic import agent_command, kill_and_resume, torchrun, undisturbed
-from lablib.launch.runs.forked_rank import like_a_new_process
+from lablib.launch.runs.elastic import agent_command, kill_and_resume, torchrun, train_undisturbed
+from lablib.launch.runs.forked_rank import reset_process
 from lablib.launch.runs.real_run import (
     LearnerPredictions,
     RealRun,
@@ -48,7 +48,6 @@ __all__ = [
     "gpu_report",
     "kill_and_resume",
     "launched_ranks",
-    "like_a_new_process",
     "lock_predictions",
     "loss_verdict",
     "plain_loop",
@@ -56,8 +55,9 @@ __all__ = [
     "read_run",
     "report_differences",
     "report_rows",
+    "reset_process",
     "scaling_records",
     "torchrun",
-    "undisturbed",
+    "train_undisturbed",
     "what_can_be_measured",
 ]

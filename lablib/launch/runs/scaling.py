@@ -230,8 +230,8 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
     table = []
     for record in found:
         measured = spread(_seconds(record))
-        told = record["predicted"] or {}
-        predicted = told.get("step")
+        prediction = record["predicted"] or {}
+        predicted = prediction.get("step")
         row = {
             "run": f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}"
             + ("" if record["scaling"] == "one" else f", {record['scaling']}"),
@@ -242,9 +242,9 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "mfu": median(mfu) if (mfu := _values(record, "mfu")) else None,
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
-            "predicted_memory": told.get("memory_bytes"),
-            "predicted_links": told.get("links"),
-            "predicted_error": told.get("step_error"),
+            "predicted_memory": prediction.get("memory_bytes"),
+            "predicted_links": prediction.get("links"),
+            "predicted_error": prediction.get("step_error"),
             "error": predicted / measured.median - 1 if predicted else None,
             "yours": record.get("yours") or {},
             "where": describe_machine(record),

@@ -75,7 +75,7 @@ class PrintSteps(Callback):
         """Print the step."""
         due = metrics["step"] % self.every == 0 or metrics["step"] == trainer.config.steps
         if trainer.rank == 0 and due:
-            print(line(metrics), flush=True)
+            print(format_metrics(metrics), flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
         """Say how the run ended."""
@@ -84,7 +84,7 @@ class PrintSteps(Callback):
             print(f"{trainer.outcome} after step {trainer.step}{why}", flush=True)
 
 
-def line(metrics: dict[str, Any]) -> str:
+def format_metrics(metrics: dict[str, Any]) -> str:
     """Return a step's metrics as one line."""
     parts = [
         f"step {metrics['step']:>5}",
@@ -213,7 +213,7 @@ class StragglerWatch(Callback):
         """Take this step's time, and compare every few steps."""
         self._times.append(self._clock() - self._before)
         if trainer.step % self.every == 0 and dist.get_world_size() > 1:
-            own = probe(trainer.device) if trainer.device.type == "cuda" else self._times
+            own = time_matmul(trainer.device) if trainer.device.type == "cuda" else self._times
             times: list[list[float]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(times, own, group=self._group)
             self.found = find_straggler(times, self.factor)
@@ -223,7 +223,7 @@ class StragglerWatch(Callback):
         self._before = self._clock()
 
 
-def probe(device: torch.device, repeats: int = 5) -> list[float]:
+def time_matmul(device: torch.device, repeats: int = 5) -> list[float]:
     """Return the seconds of the same matrix product on a GPU, several times, after one to warm up."""
     a = torch.ones(_SIDE, _SIDE, device=device)
     times = []
@@ -346,12 +346,12 @@ def resume(trainer: Trainer) -> list[str]:
 
     A damaged one is renamed to "damaged-...", so that its step can be saved again.
     """
-    chosen, told = _newest_undamaged(trainer.checkpoints)
+    chosen, sentences = _newest_undamaged(trainer.checkpoints)
     agree(lambda: _set_aside(trainer.checkpoints, chosen) if trainer.rank == 0 else None, "resuming failed")
     if chosen is None:
-        return [*told, "there is no checkpoint to resume from: the run starts at step 0"]
+        return [*sentences, "there is no checkpoint to resume from: the run starts at step 0"]
     progress = trainer.resume(chosen)
-    return [*told, f"resumed after step {progress.step}, saved by {progress.ranks} ranks"]
+    return [*sentences, f"resumed after step {progress.step}, saved by {progress.ranks} ranks"]
 
 
 def finished(folder: str | Path, steps: int) -> bool:
@@ -366,15 +366,15 @@ def exit_code(trainer: Trainer) -> int:
 
 
 def _newest_undamaged(folder: Path) -> tuple[Path | None, list[str]]:
-    told = []
+    sentences = []
     for path in from_rank_0(complete_checkpoints(folder)[::-1]):
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            told.append(str(error).replace("; use an older one", "; the one before it is used"))
+            sentences.append(str(error).replace("; use an older one", "; the one before it is used"))
         else:
-            return path, told
-    return None, told
+            return path, sentences
+    return None, sentences
 
 
 def _set_aside(folder: Path, chosen: Path | None) -> None:
