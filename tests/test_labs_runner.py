@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import lab_worker, labs
+from lablib.launch import lab_queue as labs
+from lablib.launch import lab_worker
 from lablib.launch.records import experiments
 from lablib.launch.records import samples as gpu_records
 from tests.processes import ended

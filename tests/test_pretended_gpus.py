@@ -159,7 +159,7 @@ def test_the_first_program_takes_a_gpu_for_each_rank_where_there_is_one(tmp_path
 PROGRAMS = """
 import json
 from lablib.launch.ranks.run import run_ranks
-from lablib.launch.recompute.runs import fsdp_gathers
+from lablib.launch.recompute.measured_steps import fsdp_gathers
 from lablib.launch.measure.step_time import step_traces
 from lablib.checks import rung11
 import sys

@@ -26,8 +26,8 @@ from lablib.launch.training import (
     train_model,
     train_parser,
 )
-from lablib.launch.training.config import MODELS, SAME_RUN, describe, differences
-from lablib.launch.training.data import write_tokens
+from lablib.launch.training.token_data import write_tokens
+from lablib.launch.training.train_config import MODELS, SAME_RUN, describe, differences
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 

@@ -1,10 +1,10 @@
 """Runs under torchrun: started, killed, resumed, compared.
 
-    elastic     torchrun from Python, and a rank that is killed once
-    start       the script that torchrun starts, and a plain loop beside it
-    real_run    what lab 11 measures on GPUs, and its predictions
-    scaling     scaling reports: records, report, comparison
-    forked_rank the program that a forked rank runs
+    elastic          torchrun from Python, and a rank that is killed once
+    start            the script that torchrun starts, and a plain loop beside it
+    real_run         what lab 11 measures on GPUs, and its predictions
+    scaling_report   scaling reports: records, report, comparison
+    forked_rank      the program that a forked rank runs
 
 Read `elastic` first. Chapter 11.
 """
@@ -21,7 +21,7 @@ from lablib.launch.runs.real_run import (
     rate,
     what_can_be_measured,
 )
-from lablib.launch.runs.scaling import (
+from lablib.launch.runs.scaling_report import (
     REAL_PARAMS,
     ScalingReport,
     compare_reports,

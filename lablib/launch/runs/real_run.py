@@ -32,7 +32,7 @@ from lablib.calc.runs import Trace, annotated_window, merge_traces, split_time
 from lablib.launch.measure import record_trace
 from lablib.launch.ranks import RankError, RankTimeout, own_line, run_ranks
 from lablib.launch.records import Predictions, SampleCache, experiments_dir
-from lablib.launch.runs.scaling import ScalingReport, keep_metrics
+from lablib.launch.runs.scaling_report import ScalingReport, keep_metrics
 from lablib.launch.runs.start import compare_loops
 from lablib.launch.training import TrainConfig, Trainer, read_metrics, train_model
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lablib.calc.flops import step_flops
 from lablib.launch.fsdp import init_transformer, materialize
 from lablib.launch.ranks import agree, from_rank_0, own_rank
-from lablib.launch.training.config import TrainConfig, train_model
+from lablib.launch.training.train_config import TrainConfig, train_model
 from lablib.toys.text import VOCAB, text
 from lablib.toys.transformer import Transformer
 

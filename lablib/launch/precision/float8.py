@@ -132,7 +132,7 @@ def delayed_scaling_run(
         For every step: "amax", the scale's range "covered", relative errors "delayed" and "current", and "saturated",
         the share of values that the delayed scale cuts off.
     """
-    from lablib.launch.precision.runs import BATCH, SEQ, small_model
+    from lablib.launch.precision.watched_training import BATCH, SEQ, small_model
 
     weights = MasterWeights(small_model(), torch.float32)
     optimizer = torch.optim.AdamW(weights.master.parameters(), lr=3e-3)
