@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, figure, name_rows, note, with_legend
+from lablib.view.style import COLORS, DASHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
 KINDS = {
@@ -27,7 +27,6 @@ CELLS = {
     "host": ("communication", 0.8, "on the host"),
 }
 _LINES = ("activations", "backward", "forward", "optimizer", "gradients")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
@@ -36,9 +35,7 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
     for row, (_, kind, size) in enumerate(tensors):
         ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
         note(ax, number.format(size), (size, row), (3, 0), va="center")
-    ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, [name for name, _, _ in tensors])
     ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
     handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
@@ -50,7 +47,7 @@ def kept_over_time(
 ) -> Figure:
     """Draw how much is kept after each block's run, forward and then backward; runs again count as runs."""
     fig, ax = figure(height=3.5)
-    for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
+    for (name, values), role, dash in zip(lines.items(), _LINES, DASHES, strict=False):
         ax.step(range(len(values)), values, where="post", color=COLORS[role], linestyle=dash, label=name)
     ax.axvline(forward, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
     top = 1.2 * max(max(values) for values in lines.values())
@@ -158,14 +155,12 @@ def frontier_plot(
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value."""
     fig, ax = figure(height=3.4)
-    for (name, values), role, dash in zip(peaks.items(), _LINES, _DASHES, strict=False):
-        ax.plot(lengths, values, linestyle=dash, color=COLORS[role], label=name)
+    plot_lines(ax, lengths, peaks, _LINES)
+    for values, role in zip(peaks.values(), _LINES, strict=False):
         least = min(range(len(values)), key=values.__getitem__)
         ax.plot(lengths[least], values[least], "o", color=COLORS[role], markersize=7)
-    ax.set_xscale("log", base=2)
+    doubling_axis(ax, [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= lengths[-1]])
     ax.set_yscale("log")
-    ticks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= lengths[-1]]
-    ax.set_xticks(ticks, labels=[str(k) for k in ticks])
     low, high = ax.get_ylim()
     rungs = [base * 10**power for power in range(-3, 7) for base in (1, 2, 5)]
     inside = [rung for rung in rungs if low <= rung <= high]

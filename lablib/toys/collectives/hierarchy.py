@@ -23,8 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.communication import Traffic, chunk_sizes
-from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lablib.toys.collectives.wire import Wire, chunks, flat, same_size
+from lablib.toys.collectives.ring import (
+    Wire,
+    chunks,
+    flat,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    same_size,
+)
 
 
 class NodeGroups(NamedTuple):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.communication import Traffic
-from lablib.toys.collectives.wire import Wire, chunks, flat
+from lablib.toys.collectives.ring import Wire, chunks, flat
 
 
 def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:

@@ -3,9 +3,8 @@
     plain             the layer over several ranks in one function, from routing to the weighted sum
     router            which experts a token visits, and how much of each it takes; losses and the bias that even them out
     dispatcher        tokens in the order of their experts, to the ranks of the experts and back
-    experts           the products, in a loop or grouped
+    experts           the products, in a loop or grouped; gradients, summed over edp or dp, both divided by dp
     layer             all of it as one layer, `MoE`
-    gradients         sums over edp, sums over dp, both divided by dp
     moe_transformer   a transformer with such layers, also with attention over tp
     collapse          a router left alone, and two ways to balance it
 
@@ -21,8 +20,14 @@ from lablib.toys.expert_parallel.dispatcher import (
     unpermute,
     within_capacity,
 )
-from lablib.toys.expert_parallel.experts import Experts, grouped_product, loop_product
-from lablib.toys.expert_parallel.gradients import average_gradients, own_group, routed_parameters
+from lablib.toys.expert_parallel.experts import (
+    Experts,
+    average_gradients,
+    grouped_product,
+    loop_product,
+    own_group,
+    routed_parameters,
+)
 from lablib.toys.expert_parallel.layer import MoE, Routing
 from lablib.toys.expert_parallel.moe_transformer import MoETransformer, fold, tiny_mixture
 from lablib.toys.expert_parallel.plain import moe_forward

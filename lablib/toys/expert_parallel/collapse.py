@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.models import ModelConfig, Router
 from lablib.toys import text
-from lablib.toys.expert_parallel.gradients import average_gradients
+from lablib.toys.expert_parallel.experts import average_gradients
 from lablib.toys.expert_parallel.moe_transformer import MoETransformer, tiny_mixture
 from lablib.toys.expert_parallel.router import largest_share, max_violation
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.calc.models import ModelConfig
-from lablib.toys.expert_parallel.experts import INIT_STD, Experts
-from lablib.toys.expert_parallel.gradients import routed_parameters
+from lablib.toys.expert_parallel.experts import INIT_STD, Experts, routed_parameters
 from lablib.toys.expert_parallel.layer import MoE, Routing, check_mixture
 from lablib.toys.expert_parallel.router import count_choices, load_balancing_loss, update_bias, z_loss
 from lablib.toys.tensor_parallel import ParallelTransformer, parallelize, sum_gradient
