@@ -1,18 +1,17 @@
-"""A training step weighed on one GPU: what the program asks for, what the allocator gives, what CUDA takes besides.
+"""The memory of a training step on one GPU: what the program asks for, what the allocator gives, what CUDA takes besides.
 
     samples = measure_steps()                  # lab 01, on a GPU
     print(gpu_text(gpu_rows(samples)))         # beside what the calculator predicts
 
 A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second is
-weighed. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
+measured. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
 history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
 `requested` is what the program asks for, and what a calculator can predict; `allocated` is rounded by the allocator and
 is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. On a CPU `LiveBytes` counts tensors,
 and the three are the same, so `measure_step_memory(make, Counters())` runs without a GPU.
 
-A sample has the measurement and the calculator's settings. The prediction is made when it is read, so a calculator that
-changes is judged anew. It is compared with what the program asks for, less the workspaces of cuBLAS.
+A sample has the measurement and the calculator's settings; the prediction is made when it is read.
 """
 
 from __future__ import annotations

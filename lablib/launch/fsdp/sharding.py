@@ -4,10 +4,6 @@
     print(report)
     optimizer = torch.optim.AdamW(model.parameters())       # after sharding: it must see the shards
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) keeps every parameter as a DTensor split along its first dim. A forward
-hook gathers the parameters of a unit before it runs, another frees them; in backward the same, and the gradients
-are reduce-scattered. The module stays the same object with the same parameter names.
-
 What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
 compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
 

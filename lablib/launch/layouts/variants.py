@@ -7,9 +7,6 @@
 
 PyTorch's order is stages, tp, (recompute, compile,) dp; `orders` shows what happens otherwise. The toys split layers
 before stages are dealt, because the tensor-parallel toy takes a full model; PyTorch never makes what a rank will drop.
-
-ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
-and DeepSeek-V3 put beside their stages.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """Rounding errors in 8 and 16 bits: FP8 quantization, a sum over ranks in 16 bits, and FP8 training with torchao.
 
-`fp8_error`: weights, activations and gradients spread differently. The error of a block comes from its largest value:
-all others are read relative to it, and those that are too small become zero.
-
-`allreduce_error`: a ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums
-only the result is rounded.
-
 `to_float8` (the optional extra `fp8`): torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as
 `lablib.toys.precision.fp8.Fp8Linear` does, and runs `torch._scaled_mm` on tensor cores. With FSDP2 it can also gather
 the weights in float8. Without `torch.compile` the casts cost more than the matmuls gain. It needs compute capability

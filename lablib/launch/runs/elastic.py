@@ -6,16 +6,10 @@
     hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
     hit.losses == train_undisturbed(other_folder, settings)       # on the same number of ranks bit for bit
 
-When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
-It restores nothing: what the run had learned is in its checkpoints.
-
 On Linux the ranks of a CPU job are forks of the agent, which has loaded PyTorch (`--run-path --start-method=fork`). By
 default torchrun starts new interpreters, and each of them loads PyTorch again, after a restart too. Ranks on GPUs are
 always new interpreters: the agent asks whether there is CUDA (`LaunchConfig`, since torch 2.9), and CUDA refuses to
 start in a fork of a process that has asked.
-
-In torch 2.5 to 2.13 at least, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as `torchrun` here does,
-or the new ranks may look for the old ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Gathered attention: every rank gets all keys and values in one all-gather, and keeps its own queries.
 
-It is what Llama 3 does: with grouped queries keys and values are small, any mask is easy, and there is one collective
-in place of cp - 1 rounds. Its price is memory for all keys and values, and that nothing is computed while they travel.
-
 In backward each rank has a gradient for every token's key and value; a reduce-scatter sums them and leaves each rank
 those of its own tokens.
 

@@ -1,18 +1,13 @@
-"""A router left alone, and two ways to balance it: training on the course's text, with the load of every expert at every step.
+"""A router left alone, and two ways to balance it: training on the course's text, with the load of every expert.
 
 Chapter 13 draws its figure of balance from these runs.
-
-After a few steps all tokens look alike to a router, and one that prefers two experts for one token prefers them for all.
-These two are trained and the others are not; whether anything brings the others back is left to chance. The loss does
-not tell: over the steps here the three runs end close together, and what is lost is the work of the ranks whose experts
-nobody chose.
 
     "none"      the router follows the loss of the model
     "loss"      plus coefficient times the balance loss, counted over all ranks
     "bias"      no loss, but a bias that moves by `speed` after every step
 
-The router is DeepSeek-V3's in all three, sigmoids with a bias that stays 0 unless it is updated. Both constants are
-larger than published ones, because these runs have tens of steps and not a hundred thousand.
+The router is DeepSeek-V3's in all three. Both constants are larger than published ones, because these runs have tens of
+steps and not a hundred thousand.
 
 Shapes: B sequences of T = S + 1 tokens, L layers, E experts.
 """

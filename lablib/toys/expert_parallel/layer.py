@@ -3,7 +3,7 @@
     moe = MoE(config)                     all experts in one process
     moe = MoE(config, ep_group)           this rank's part of the experts; each rank brings its own tokens
     y_BSH = moe(x_BSH)                    what the layer adds to the stream
-    moe.routing                           what the router did with the last batch, for the losses of `balance`
+    moe.routing                           what the router did with the last batch, for the losses of `router`
 
 The router is on every rank and decides about this rank's tokens. Their experts may be anywhere, so all ranks of the
 group call the layer equally often, in forward and in backward, a rank without tokens too.

@@ -4,7 +4,6 @@
     chosen_Tk = the k highest of scores_TE (+ a bias of each expert, where one balances the load)
     weights_Tk = their scores, without the bias    and divided by their sum, if they are normalized
 
-The bias chooses and does not weigh: it moves tokens from a full expert to an empty one and leaves what they take of it.
 No gradient goes through the choice. The router learns from the weights alone, so that with k = 1 and normalized
 weights, which are all 1, the loss of the model teaches it nothing.
 

@@ -8,8 +8,7 @@
 The schedule is data, and the executor knows none by name: a rank goes through its list, waits for the message that
 an action needs (`Mailbox`), computes (`lablib.toys.pipeline.stages`), and lets the result leave.
 
-Papers: GPipe (1811.06965), 1F1B and interleaving (2104.04473), Zero Bubble
-(2401.10241).
+Papers: GPipe (1811.06965), 1F1B and interleaving (2104.04473), Zero Bubble (2401.10241).
 """
 
 from __future__ import annotations

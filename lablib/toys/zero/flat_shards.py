@@ -5,9 +5,8 @@ Three parameters of 3, 4 and 2 values on 4 ranks are 9 values, so a shard has ce
     rank 0        rank 1        rank 2        rank 3
     [a0 a1 a2]    [b0 b1 b2]    [b3 c0 c1]    [-- -- --]
 
-A shard knows nothing of parameters: a piece may hold the end of one and the start of the next. Equal pieces are what
-all-gather and reduce-scatter want, one message for many parameters is what a network wants, and an optimizer that
-treats every value alike (SGD, Adam, AdamW) cannot tell the difference.
+A shard knows nothing of parameters: a piece may hold the end of one and the start of the next. An optimizer that treats
+every value alike (SGD, Adam, AdamW) cannot tell the difference.
 
 Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), section 5.
 """

@@ -5,8 +5,7 @@ A unit is a module whose weights are gathered together, such as a transformer bl
     forward    unshard unit k -> run it -> reshard
     backward   unshard unit k -> run it -> reduce-scatter its gradients -> reshard
 
-While a unit computes, the next one is on its way (prefetch). Two all-gathers and a reduce-scatter send 3ψ(N-1)/N
-values, half as much again as DDP's 2ψ(N-1)/N.
+While a unit computes, the next one is on its way (prefetch).
 
 Autograd keeps the weights that it needs by reference. Resharding therefore frees the memory under the tensor and
 leaves the tensor in place; unsharding again puts the same values under it. Hooks on a unit's inputs and outputs say when

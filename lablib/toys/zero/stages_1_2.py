@@ -4,9 +4,8 @@ DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer betwee
 
     reduce-scatter of gradients  ->  each rank updates its shard  ->  all-gather of weights
 
-The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state. Stage 1 has the full gradient on
-every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward has filled it, and what comes back
-is this rank's piece.
+Stage 1 has the full gradient on every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward
+has filled it, and what comes back is this rank's piece.
 
 Below the classes is what a checkpoint needs: the optimizer's state by parameter name. Shards depend on the number of
 ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
