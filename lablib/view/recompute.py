@@ -14,14 +14,14 @@ from matplotlib.patches import Patch, Rectangle
 from lablib.view.style import COLORS, DASHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
-KINDS = {
+TERM_COLORS = {
     "norms": ("neutral", "norms"),
     "attention": ("activations", "attention"),
     "scores": ("backward", "scores"),
     "mlp": ("forward", "MLP"),
 }
 #: What can become of a block's tensors: colour, fill and words.
-CELLS = {
+FATE_COLORS = {
     "kept": ("activations", 1.0, "kept"),
     "again": ("backward", 0.45, "computed again"),
     "host": ("communication", 0.8, "on the host"),
@@ -33,12 +33,12 @@ def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, numbe
     """Draw what one block keeps, one bar a tensor, from the first operator to the last."""
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
-        ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
+        ax.barh(row, size, 0.7, color=COLORS[TERM_COLORS[kind][0]])
         note(ax, number.format(size), (size, row), (3, 0), va="center")
     name_rows(ax, [name for name, _, _ in tensors])
     ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
-    handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
+    handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in TERM_COLORS.items() if kind in used]
     return with_legend(fig, 4, handles=handles)
 
 
@@ -66,7 +66,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
         ax.text(-0.5, -row + 0.33, name, ha="right", va="center", fontsize=10)
         for block, fate in enumerate(cells):
             for place, part in enumerate(parts):
-                role, alpha, _ = CELLS[fate[part]]
+                role, alpha, _ = FATE_COLORS[fate[part]]
                 face = "none" if fate[part] == "again" else COLORS[role]
                 ax.add_patch(
                     Rectangle(
@@ -93,7 +93,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
             linestyle="--" if key == "again" else "-",
             label=label,
         )
-        for key, (role, _, label) in CELLS.items()
+        for key, (role, _, label) in FATE_COLORS.items()
         if key in used
     ]
     return with_legend(fig, 3, handles=handles)

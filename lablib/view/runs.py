@@ -247,7 +247,7 @@ def cost_curves(
 
 
 #: Part of the loss to its colour and, beside colour, its hatch.
-PARTS = {
+LOSS_PARTS = {
     "communication": ("communication", "///"),
     "imbalance": ("idle", "..."),
     "bubble": ("neutral", "xx"),
@@ -293,7 +293,7 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
         ax.barh(place, kept, 0.55, color=COLORS["optimizer"], label="kept" if place == 0 else None)
         left = kept
         for part, share in row["loss"].items():
-            role, hatch = PARTS[part]
+            role, hatch = LOSS_PARTS[part]
             width = 100 * max(0.0, share)
             ax.barh(
                 place, width, 0.55, left, color=COLORS[role], hatch=hatch, edgecolor="white",

@@ -19,7 +19,7 @@ from lablib.calc.schedules import Action, Step
 from lablib.view.style import COLORS, DASHES, doubling_axis, figure, note, plot_lines, with_legend
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
-KINDS = {
+ACTION_COLORS = {
     "F": ("forward", COLORS["forward"]),
     "B": ("backward", COLORS["backward"]),
     "I": ("backward: input", COLORS["activations"]),
@@ -89,7 +89,7 @@ def pipeline(
     axes[-1, 0].set_xlim(0, longest)
     axes[-1, 0].set_xlabel(f"time ({unit})")
     kinds = {part.kind for events in drawn.values() for event in events for part in event.action.parts}
-    handles = [Patch(color=color, label=label) for kind, (label, color) in KINDS.items() if kind in kinds]
+    handles = [Patch(color=color, label=label) for kind, (label, color) in ACTION_COLORS.items() if kind in kinds]
     if any(sent.values()):
         handles.append(Line2D([], [], color=COLORS["communication"], label="communication"))
     handles.append(Patch(color=COLORS["idle"], alpha=0.35, label="idle"))
@@ -107,7 +107,7 @@ def _panel(ax: Axes, events: Sequence[Event], ranks: int, longest: float) -> Non
         for bar in bars:
             alike.setdefault((bar.action.kind, bar.action.stage, bar.box), []).append(bar)
         for (kind, stage, box), some in sorted(alike.items()):
-            color = _darker(KINDS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
+            color = _darker(ACTION_COLORS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
             times = [(bar.start, bar.width) for bar in some]
             ax.broken_barh(times, box, facecolor=color, edgecolor="white", linewidth=0.4)
         for bar in bars:

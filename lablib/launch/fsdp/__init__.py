@@ -20,12 +20,12 @@ from lablib.launch.fsdp.checkpoint import (
     verify_checkpoint,
     write_safetensors_file,
 )
-from lablib.launch.fsdp.meta_device import KINDS, forecast, init_transformer, materialize
+from lablib.launch.fsdp.meta_device import TRACKED_KINDS, forecast, init_transformer, materialize
 from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
 
 __all__ = [
-    "KINDS",
+    "TRACKED_KINDS",
     "Progress",
     "Saving",
     "calc_units",

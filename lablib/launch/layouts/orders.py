@@ -34,8 +34,8 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 RANKS = 4
 VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
-RATE = 0.1  # of plain SGD
-SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
+LEARNING_RATE = 0.1  # of plain SGD
+TOLERANCE = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Bench:
         self.all_tokens = tokens = torch.randint(0, config.vocab, (4, 9))
         self.tokens = tokens.chunk(2)[self.mesh["dp"].get_local_rank()]
         alone = self.model()
-        optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=LEARNING_RATE)
         loss = mean_loss(alone(tokens[:, :-1]), tokens)
         loss.backward()
         self.before = loss.item()
@@ -97,7 +97,7 @@ class Bench:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, replicas: bool = True
     ) -> tuple[float, dict[str, int]]:
         """Take one step; return the loss of all tokens after it, and the calls of forward and backward."""
-        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
         with record_comms() as log:
             self.loss(model, replicas=replicas).backward()
         optimizer.step()
@@ -144,7 +144,7 @@ def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:
     loss, _ = bench.train(model)
     off = abs(loss - bench.after)
     numbers = {"loss": loss, "right": bench.after, "off": off}
-    if off >= SAME:
+    if off >= TOLERANCE:
         return "silently wrong", f"Loss {loss:.4f} after a step; one process has {bench.after:.4f}.", numbers
     return "right", f"Loss {loss:.4f} after a step, as in one process.", numbers
 
@@ -186,13 +186,13 @@ def _ddp_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
 
 def _optimizer_then_fsdp(bench: Bench) -> tuple[str, str, dict[str, float]]:
     model = bench.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return _by_loss(bench, bench.train(bench.fsdp(model), optimizer)[0])
 
 
 def _optimizer_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
     model = bench.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return _by_loss(bench, bench.train(bench.tp(model), optimizer, replicas=False)[0])
 
 
@@ -208,7 +208,7 @@ def _ddp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
     apart = (grad - mean / 2).abs().max().item() / grad.abs().max().item()
     numbers = {"apart": apart, "all_reduces": float(log.calls["all_reduce"])}
     seen = f"Backward reduces nothing: gradients of the head are {apart:.0%} of their largest value off the mean."
-    return ("silently wrong" if apart > SAME else "no difference"), seen, numbers
+    return ("silently wrong" if apart > TOLERANCE else "no difference"), seen, numbers
 
 
 def _tp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
@@ -232,7 +232,7 @@ def _fsdp_then_recompute(bench: Bench) -> tuple[str, str, dict[str, float]]:
     wrap_blocks(usual, checkpoint_wrapper)
     (loss, calls), (_, expected) = bench.train(other), bench.train(bench.fsdp(usual))
     numbers = {"all_gathers": float(calls["all_gather"]), "usual_all_gathers": float(expected["all_gather"])}
-    same = abs(loss - bench.after) < SAME and calls == expected
+    same = abs(loss - bench.after) < TOLERANCE and calls == expected
     seen = (
         f"Loss {loss:.4f} after a step, as in one process, and {calls['all_gather']} all-gathers in a step against "
         f"{expected['all_gather']} in the usual order."
@@ -252,7 +252,7 @@ def _clip_by_mesh(bench: Bench) -> tuple[str, str, dict[str, float]]:
     bench.loss(model).backward()
     norm = clip_grad_norm(model.parameters(), most)
     clipped = clip_grad_norm(model.parameters(), float("inf"))
-    right = abs(norm - bench.norm) < SAME * bench.norm and abs(clipped - most) < SAME * most
+    right = abs(norm - bench.norm) < TOLERANCE * bench.norm and abs(clipped - most) < TOLERANCE * most
     seen = f"Norm {norm:.5f}; one process has {bench.norm:.5f}."
     return (("right" if right else "silently wrong"), seen, {"norm": norm, "right": bench.norm, "clipped": clipped})
 
@@ -265,14 +265,14 @@ def _untrue(bench: Bench, model: nn.Module) -> tuple[str, str, dict[str, float]]
 def _by_loss(bench: Bench, loss: float) -> tuple[str, str, dict[str, float]]:
     numbers = {"loss": loss, "before": bench.before, "right": bench.after}
     seen = f"Loss {loss:.4f} after a step; one process goes from {bench.before:.4f} to {bench.after:.4f}."
-    return ("no difference" if abs(loss - bench.after) < SAME else "silently wrong"), seen, numbers
+    return ("no difference" if abs(loss - bench.after) < TOLERANCE else "silently wrong"), seen, numbers
 
 
 def _split(bench: Bench, model: nn.Module, *, replicas: bool = True) -> tuple[str, str, dict[str, float]]:
     """For an order in which the plan finds no block: how much a rank still holds of them."""
     held = bench.local(model)
     loss, _ = bench.train(model, replicas=replicas)
-    right = abs(loss - bench.after) < SAME
+    right = abs(loss - bench.after) < TOLERANCE
     numbers = {"held": float(held), "whole": float(bench.blocks), "loss": loss, "right": bench.after}
     seen = (
         f"A rank holds {held:,} of the {bench.blocks:,} parameters of the blocks, and the loss after a step, {loss:.4f}, "

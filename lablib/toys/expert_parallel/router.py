@@ -36,7 +36,7 @@ from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.models import Router
 
 INIT_STD = 0.02
-TINY = 1e-20  # sigmoids can all be 0
+EPSILON = 1e-20  # sigmoids can all be 0
 
 
 class TopKRouter(nn.Module):
@@ -88,34 +88,36 @@ class TopKRouter(nn.Module):
         chosen_Tk = ranked_TE.topk(self.k, dim=-1).indices
         weights_Tk = scores_TE.gather(-1, chosen_Tk)
         if self.rules.normalized:
-            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + TINY)
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + EPSILON)
         return weights_Tk * self.rules.scale, chosen_Tk
 
 
-def check_nodes(experts: int, k: int, nodes: int, most: int) -> None:
-    """Raise a ValueError unless a token finds its k experts on `most` of the nodes."""
+def check_nodes(experts: int, k: int, nodes: int, max_nodes: int) -> None:
+    """Raise a ValueError unless a token finds its k experts on `max_nodes` nodes."""
     must_divide("nodes", nodes, "experts", experts)
-    check_whole("nodes of a token", most, 1, nodes)
-    must_divide("nodes of a token", most, "k", k)
-    if k // most > experts // nodes:
+    check_whole("nodes of a token", max_nodes, 1, nodes)
+    must_divide("nodes of a token", max_nodes, "k", k)
+    if k // max_nodes > experts // nodes:
         raise ValueError(
-            f"k={k} experts on {most} nodes are {k // most} on each, but experts={experts} on nodes={nodes} are "
+            f"k={k} experts on {max_nodes} nodes are {k // max_nodes} on each, but experts={experts} on nodes={nodes} are "
             f"{experts // nodes} on each; let a token visit {math.ceil(k * nodes / experts)} or more"
         )
 
 
-def limit_nodes(ranked_TE: Tensor, nodes: int, most: int, k: int) -> Tensor:
+def limit_nodes(ranked_TE: Tensor, nodes: int, max_nodes: int, k: int) -> Tensor:
     """Return the scores with -inf for experts on nodes that a token does not visit.
 
     A node is worth the sum of its k/M best scores, and a token visits the M best nodes (DeepSeek-V3, section 2.1.2).
 
     Args:
         nodes: N; node i has the i-th part of the experts.
-        most: M, nodes that a token visits.
+        max_nodes: M, nodes that a token visits.
     """
     by_node_TNe = ranked_TE.unflatten(-1, (nodes, -1))
-    worth_TN = by_node_TNe.topk(k // most, dim=-1).values.sum(dim=-1)
-    visited_TN = torch.zeros_like(worth_TN, dtype=torch.bool).scatter(-1, worth_TN.topk(most, dim=-1).indices, True)
+    worth_TN = by_node_TNe.topk(k // max_nodes, dim=-1).values.sum(dim=-1)
+    visited_TN = torch.zeros_like(worth_TN, dtype=torch.bool).scatter(
+        -1, worth_TN.topk(max_nodes, dim=-1).indices, True
+    )
     return by_node_TNe.masked_fill(~visited_TN.unsqueeze(-1), -math.inf).flatten(-2)
 
 
@@ -139,7 +141,7 @@ def load_balancing_loss(scores_TE: Tensor, chosen_Tk: Tensor, group: dist.Proces
     experts = scores_TE.shape[-1]
     counts_E = count_choices(chosen_Tk, experts, group)
     f_E = counts_E / counts_E.sum().clamp(min=1)
-    share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
+    share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
     p_E = share_TE.sum(dim=0) / max(1, len(share_TE))  # a rank without tokens has no mean
     return experts * (f_E.to(p_E.dtype) * p_E).sum()
 
