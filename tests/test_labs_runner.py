@@ -31,7 +31,7 @@ from tests.processes import ended
 WORK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from lablib.launch.records.samples import SampleCache, lab_folder
+from lablib.launch.records.experiments import SampleCache, lab_folder
 kept = SampleCache("speed")
 print(steps, os.environ["LABLIB_RECORD"], os.environ["CUDA_VISIBLE_DEVICES"] == "")
 sample = kept.sample({"steps": steps}, lambda: {"pid": os.getpid()})

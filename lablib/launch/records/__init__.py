@@ -1,7 +1,6 @@
 """Predictions, measurements and logs on disk, each with the machine that they come from.
 
-    experiments     predictions that are locked before a run, records of runs, and what their fields may be
-    samples         samples kept one by one, measured on a GPU or replayed
+    experiments     predictions that are locked before a run, records of runs and what their fields may be, GPU samples
     logs            one file of JSON lines a rank
     machine         hardware and versions of this machine; what a rented one gives: links, clocks
 
@@ -19,11 +18,17 @@ from lablib.launch.records.experiments import (
     WHOLE,
     Predictions,
     Record,
+    SampleCache,
     check_fields,
+    coverage,
     experiments_dir,
     git_commit,
+    gpu_record_name,
+    gpu_samples,
     read_record,
     recorded,
+    recorded_counts,
+    recorded_on_gpus,
     repository_root,
     run_or_replay,
     utc_now,
@@ -41,14 +46,6 @@ from lablib.launch.records.machine import (
     this_machine,
     versions,
     while_busy,
-)
-from lablib.launch.records.samples import (
-    SampleCache,
-    coverage,
-    gpu_record_name,
-    gpu_samples,
-    recorded_counts,
-    recorded_on_gpus,
 )
 
 __all__ = [
