@@ -39,7 +39,6 @@ from lablib.launch.gpu_step import (
 )
 from lablib.launch.measure import LiveBytes
 from lablib.launch.records import experiments
-from lablib.launch.records import samples as gpu_records
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
 from tests.evidence.__main__ import app as evidence
 from tests.evidence.cases import Case
@@ -284,7 +283,6 @@ def sample(name: str, off: float = 0.0, **more) -> dict:
 @pytest.fixture
 def house(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "repository_root", lambda: tmp_path)
-    monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
     return tmp_path
 
 
@@ -321,9 +319,9 @@ def test_the_page_says_that_nothing_is_recorded_or_what_the_record_says(house, c
     assert "In 1 the snapshot contradicts the counters" in gpu_section(experiments.recorded("01_memory-2gpu"))
     assert "replayed: allocated 1, counted 2" in gpu_text(gpu_rows([wrong]))
     # The lab replays it, and the status page lists it.
-    found = gpu_records.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"), gpus=1)
+    found = experiments.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"), gpus=1)
     assert found.samples == record.samples
-    assert gpu_records.coverage(["01_memory"])[0]["1 GPU"].startswith(record.date[:10])
+    assert experiments.coverage(["01_memory"])[0]["1 GPU"].startswith(record.date[:10])
 
 
 def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:
