@@ -144,7 +144,7 @@ WRITERS = {
     "gradient_layout.set_grad": "expert parallel",
     "data_parallel.ddp.NaiveDDP.sync": "NaiveDDP",  # what it had, or None
     "data_parallel.ddp.NaiveDDP._reduce": "NaiveDDP",
-    "data_parallel.ddp.BucketedDDP._put": "BucketedDDP",
+    "data_parallel.ddp.BucketedDDP._mark_ready": "BucketedDDP",
     "zero.stages_1_2.ZeRO1._update_shards": "ZeRO1",  # of flat shards
     "context_parallel.cp_transformer.average_gradients": "context parallel",
     "pipeline.stages.DeferWeights.run": "deferred weights",  # a bias, of one dim

@@ -109,22 +109,22 @@ class BucketedDDP(NaiveDDP):
                 self.buckets.append(filling.pop(kind))
         self.buckets += filling.values()
         self.flats = [torch.cat([torch.zeros_like(p).flatten() for p in bucket]) for bucket in self.buckets]
-        self.home = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
+        self.bucket_index = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
         self.views = {}  # where in its flat buffer each gradient lives
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             parts = flat.split([p.numel() for p in bucket])
             for p, part in zip(bucket, parts, strict=True):
                 self.views[p] = empty_grad(p, part)
-        self._begin()
+        self._reset_buckets()
 
-    def _begin(self) -> None:
+    def _reset_buckets(self) -> None:
         self.missing = [set(bucket) for bucket in self.buckets]
         self.futures = []  # one for each bucket on its way
 
-    def _put(self, p: nn.Parameter) -> None:
+    def _mark_ready(self, p: nn.Parameter) -> None:
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         p.grad = torch.mul(grad, 1 / self.world_size, out=self.views[p])
-        self.missing[self.home[p]].remove(p)
+        self.missing[self.bucket_index[p]].remove(p)
         # Full buckets leave strictly in order, so that ranks agree on it whatever their backward used.
         while len(self.futures) < len(self.buckets) and not self.missing[len(self.futures)]:
             self._launch(len(self.futures))
@@ -136,9 +136,9 @@ class BucketedDDP(NaiveDDP):
 
     def _reduce(self) -> None:
         for p in [p for missing in self.missing for p in missing]:  # if overlapped: what backward did not use
-            self._put(p)
+            self._mark_ready(p)
         torch.futures.wait_all(self.futures)
-        self._begin()
+        self._reset_buckets()
 
 
 class OverlappedDDP(BucketedDDP):
@@ -152,11 +152,11 @@ class OverlappedDDP(BucketedDDP):
     @torch.no_grad()
     def _on_gradient(self, p: nn.Parameter) -> None:
         if self.syncing and p.grad is not None:  # None: backward came by, and had nothing for it
-            index = self.home[p]
+            index = self.bucket_index[p]
             self._note("gradient", index)
             if p not in self.missing[index]:
                 raise RuntimeError("second backward before sync(); accumulate inside no_sync()")
-            self._put(p)
+            self._mark_ready(p)
 
 
 # --- what must be the same on every rank ------------------------------------------------------------------------
