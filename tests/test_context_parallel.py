@@ -32,10 +32,10 @@ from lablib.toys.context_parallel import (
     ContextParallelTransformer,
     attend,
     average_gradients,
-    chunks_of,
     forgetful,
     merge,
     needed_blocks,
+    num_chunks,
     ring_attention,
     shard,
     token_positions,
@@ -103,7 +103,7 @@ def test_orders_by_hand():
 def test_every_token_is_on_one_rank(order):
     for cp in (1, 2, 3, 4, 8):
         for each in (1, 2, 5):
-            seq = cp * each * chunks_of(order, cp)
+            seq = cp * each * num_chunks(order, cp)
             held = torch.cat([token_positions(seq, cp, rank, order) for rank in range(cp)])
             assert sorted(held.tolist()) == list(range(seq))
 
@@ -160,7 +160,7 @@ def test_the_work_of_each_step_is_what_was_predicted(order):
         assert pairs == ring_work(cp, order, seq)
         for rank, source in itertools.product(range(cp), repeat=2):
             mask = visible(held[rank], held[source])
-            blocks = len(list(needed_blocks(mask, chunks_of(order, cp))))
+            blocks = len(list(needed_blocks(mask, num_chunks(order, cp))))
             if order == "zigzag" and cp > 1:
                 assert blocks == (3 if rank == source else 2)
             else:
@@ -213,7 +213,7 @@ def compare_attention(seed: int) -> dict[tuple, float]:
     for case in attention_cases():
         way, cp, order, causal, kind, kv_heads, each = case
         torch.manual_seed(seed)
-        seq = cp * each * chunks_of(order, cp)
+        seq = cp * each * num_chunks(order, cp)
         documents = {None: None, "packed": packed(2, seq), "any": draw_documents(2, seq + 3)[:, :seq]}[kind]
         *full, grad = inputs(2, 4, kv_heads, seq)
         if cp not in of_size:

@@ -8,7 +8,7 @@ import pytest
 
 from lablib.calc.runs import LAB_BUDGETS, RUN_GPU_LABS, STUDY_MINUTES, hours_text, rented_minutes, study_minutes
 from lablib.calc.runs.rental import BUDGET_MINUTES, GPU_LABS, SETUP_MINUTES
-from lablib.launch.records import samples as gpu_records
+from lablib.launch.records import experiments
 
 #: At home, in the folder of the course: the results land where labs and reports look for them.
 BRING_HOME = (
@@ -71,14 +71,14 @@ def test_minutes_are_said_in_hours():
 
 def test_nothing_is_said_to_have_run_on_cuda_before_a_record_says_so(monkeypatch, tmp_path):
     said = "No line of the GPU path has run on CUDA yet" in _text("README.md").split("## On rented GPUs")[1]
-    assert said == (not gpu_records.recorded_on_gpus())
+    assert said == (not experiments.recorded_on_gpus())
     assert ("has not run on CUDA yet" in _text("README.md").split("## ")[0]) == said
     recorded = tmp_path / "labs" / "recorded"
     recorded.mkdir(parents=True)
-    monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
+    monkeypatch.setattr(experiments, "repository_root", lambda: tmp_path)
     record = {"samples": [], "command": "", "commit": "", "date": "", "lablib": ""}
     machine = {"cpu": "", "cpus": 2, "torch": ""}
     for name, gpus, found in (("10_cpu", [], []), ("11_fsdp-2gpu", ["H100", "H100"], ["11_fsdp-2gpu"])):
         content = record | {"name": name, "machine": machine | {"gpus": gpus}}
         (recorded / f"{name}.json").write_text(json.dumps(content))
-        assert gpu_records.recorded_on_gpus() == found
+        assert experiments.recorded_on_gpus() == found

@@ -27,19 +27,18 @@ from lablib.launch.gpu_step import (
     TOY_STEPS,
     Counters,
     CudaCounters,
-    Weighed,
-    fitting,
+    StepMemory,
     gpu_rows,
     gpu_text,
+    measure_step_memory,
+    measure_steps,
     predicted_peak,
-    replayed,
+    replay_peak,
+    steps_that_fit,
     toy_job,
-    weigh,
-    weighed_steps,
 )
 from lablib.launch.measure import LiveBytes
 from lablib.launch.records import experiments
-from lablib.launch.records import samples as gpu_records
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
 from tests.evidence.__main__ import app as evidence
 from tests.evidence.cases import Case
@@ -58,8 +57,8 @@ CASES = (
 )
 
 
-def measured(case: Case, counters: Counters) -> Weighed:
-    return weigh(lambda: gpu_job(case), counters)
+def measured(case: Case, counters: Counters) -> StepMemory:
+    return measure_step_memory(lambda: gpu_job(case), counters)
 
 
 class _Allocating(LiveBytes):
@@ -150,7 +149,7 @@ def test_the_labs_own_steps_hold_what_the_calculator_says(how: dict, monkeypatch
     """The models of lab 01, cut to what a CPU runs at once; the largest is in fp32, and only its names change."""
     small = Case(family="gpt2").model
     monkeypatch.setattr("lablib.launch.gpu_step.preset", lambda name: small)
-    found = weigh(lambda: toy_job(TINY_TOY | how), Counters())
+    found = measure_step_memory(lambda: toy_job(TINY_TOY | how), Counters())
     said = memory_timeline(out_of_place=True, **TINY_TOY | how | {"model": small})
     assert sum(found.states.values()) == said.instant("states").total
     # Besides: rotary tables or counters of a step, and the loss with its gradient.
@@ -194,12 +193,12 @@ def test_a_snapshot_of_the_step_has_the_peak_of_the_counters() -> None:
     device.malloc(5000)
     device.malloc(700)
     counted = {name: device.most[name] for name in ("requested", "allocated", "reserved")}
-    assert replayed(snapshot(device), counted)["disagrees"] == ""
-    wrong = replayed(snapshot(device), counted | {"requested": counted["requested"] + 512})
+    assert replay_peak(snapshot(device), counted)["disagrees"] == ""
+    wrong = replay_peak(snapshot(device), counted | {"requested": counted["requested"] + 512})
     assert wrong["disagrees"] == "replayed: requested 5,700, counted 6,212"
     lost = snapshot(device)
     lost["segments"][1]["blocks"][0] |= {"state": "inactive"}
-    assert "cannot be replayed: event 3 (alloc of 700 bytes" in replayed(lost, counted)["disagrees"]
+    assert "cannot be replayed: event 3 (alloc of 700 bytes" in replay_peak(lost, counted)["disagrees"]
 
 
 def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> None:
@@ -215,14 +214,14 @@ def test_what_does_not_fit_or_run_costs_nothing_else(monkeypatch, tmp_path) -> N
         return {name: (settings(SMALL), lambda: gpu_job(SMALL)) for name in names}
 
     kinds, said = iter((Full, Old, Counters)), []
-    samples = weighed_steps(steps("a", "b", "c"), lambda: next(kinds)(), said.append)
+    samples = measure_steps(steps("a", "b", "c"), lambda: next(kinds)(), said.append)
     assert [sample.get("failed") for sample in samples] == ["out of memory", "no kernel image", None]
     assert [line.partition(",")[0] for line in said] == ["a: out of memory", "b: no kernel image", "c: weighed"]
     # The runner keeps each sample: the same command goes on where it stopped.
     monkeypatch.setenv("LABLIB_LAB_FOLDER", str(tmp_path))
     how = next(iter(TOY_STEPS.values()))
-    first = weighed_steps({"d": (how, lambda: gpu_job(SMALL))}, Counters, said.append)
-    again = weighed_steps({"d": (how, None)}, lambda: pytest.fail("measured twice"), said.append)
+    first = measure_steps({"d": (how, lambda: gpu_job(SMALL))}, Counters, said.append)
+    again = measure_steps({"d": (how, None)}, lambda: pytest.fail("measured twice"), said.append)
     assert again == first
 
 
@@ -233,7 +232,7 @@ def test_a_case_of_several_ranks_and_a_machine_without_gpus_are_refused() -> Non
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match="no GPU here"):
-        weigh(lambda: gpu_job(SMALL))
+        measure_step_memory(lambda: gpu_job(SMALL))
     with pytest.raises(ValueError, match="no GPU here"):
         weighed_cases([SMALL])
     with pytest.raises(ValueError, match="no GPU here"):
@@ -265,8 +264,8 @@ def test_the_cases_fit_and_show_what_people_train() -> None:
     assert set(few) <= set(cases)
     assert gpu_cases(RESERVE) == []
     # The lab's own, the smallest first.
-    assert len(fitting(TOY_STEPS, 80 * GiB)) == len(TOY_STEPS)
-    few = list(fitting(TOY_STEPS, 8 * 10**9))
+    assert len(steps_that_fit(TOY_STEPS, 80 * GiB)) == len(TOY_STEPS)
+    few = list(steps_that_fit(TOY_STEPS, 8 * 10**9))
     assert 0 < len(few) < len(TOY_STEPS)
     assert few == sorted(few, key=lambda name: predicted_peak(TOY_STEPS[name]))
 
@@ -284,7 +283,6 @@ def sample(name: str, off: float = 0.0, **more) -> dict:
 @pytest.fixture
 def house(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "repository_root", lambda: tmp_path)
-    monkeypatch.setattr(gpu_records, "repository_root", lambda: tmp_path)
     return tmp_path
 
 
@@ -321,9 +319,9 @@ def test_the_page_says_that_nothing_is_recorded_or_what_the_record_says(house, c
     assert "In 1 the snapshot contradicts the counters" in gpu_section(experiments.recorded("01_memory-2gpu"))
     assert "replayed: allocated 1, counted 2" in gpu_text(gpu_rows([wrong]))
     # The lab replays it, and the status page lists it.
-    found = gpu_records.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"), gpus=1)
+    found = experiments.gpu_samples("01_memory", lambda: pytest.fail("measured without a GPU"), gpus=1)
     assert found.samples == record.samples
-    assert gpu_records.coverage(["01_memory"])[0]["1 GPU"].startswith(record.date[:10])
+    assert experiments.coverage(["01_memory"])[0]["1 GPU"].startswith(record.date[:10])
 
 
 def test_cuda_is_asked_by_the_names_that_it_has(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Every patient shows its own symptom and nobody else's; the healthy one shows none."""
+"""Every faulty run shows its own symptom and nobody else's; the healthy one shows none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from lablib.launch.ranks import run_ranks
 from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
-from lablib.toys.data_parallel.failures import patient
+from lablib.toys.data_parallel.faulty_runs import get_run
 
 LETTERS = "ABCDE"
 RANKS = 4
@@ -92,7 +92,7 @@ def wrap_own_model() -> list[str]:
     """A patient's parts have the interface of the right thing, and do not give themselves away."""
     names = []
     for letter in LETTERS:
-        chosen = patient(letter)
+        chosen = get_run(letter)
         model = chosen.wrap(nn.Linear(2, 1))
         with model.no_sync():
             model(torch.ones(1, 2)).sum().backward()
@@ -117,6 +117,6 @@ def does_not_divide() -> None:
 
 def test_bad_input() -> None:
     run_ranks(does_not_divide, 3)
-    with pytest.raises(ValueError, match="no patient 'Z'; there are A, B, C, D, E"):
-        patient("Z")
+    with pytest.raises(ValueError, match="no run 'Z'; there are A, B, C, D, E"):
+        get_run("Z")
     assert sorted(diagnosis(letter) for letter in LETTERS) == sorted(DIAGNOSES)

@@ -151,7 +151,7 @@ def test_the_zero_explorer_shows_what_is_held_and_sent():
         if least:
             assert zero_state_bytes(params, least, state["stage"]) <= capacity
         if least != 1:
-            fewer = least - 1 if least else explore_zero.MOST_RANKS
+            fewer = least - 1 if least else explore_zero.MAX_RANKS
             assert zero_state_bytes(params, fewer, state["stage"]) > capacity
         assert numbers["largest_params"] == max_params(capacity, ranks, state["stage"])
 

@@ -16,7 +16,8 @@ from lablib.calc.runs import LLAMA3_FAILURES as LLAMA3
 from lablib.calc.runs import best_interval, daly_interval, lost_share, lost_time, young_interval
 from lablib.calc.runs.failures import wall_time
 from lablib.checks import rung11 as rung11
-from lablib.launch.failures import FAULTS, Setting, Symptoms, zoo
+from lablib.launch import failure_zoo as zoo
+from lablib.launch.failure_zoo import FAULTS, Setting, Symptoms
 from lablib.launch.measure import compare_flight_records
 from lablib.launch.ranks import RankError
 
@@ -324,7 +325,7 @@ def test_the_flight_recorder_says_where_a_hang_began():
     setting = Setting(culprit=1, steps=4)
     told = compare_flight_records(zoo.recorded_hang(LETTER["mismatched collectives"], setting))
     assert told.startswith("call 1 is not the same on all ranks: rank 0: all_reduce of [178] Float")
-    assert "rank 1: broadcast of [3] Float (zoo.py, line" in told
+    assert "rank 1: broadcast of [3] Float (failure_zoo.py, line" in told
     told = compare_flight_records(zoo.recorded_hang(LETTER["skipped batch"], setting))
     assert told.startswith("rank 1 never came to call 4, where rank 0 waits in all_reduce of [178] Float")
 

@@ -11,7 +11,7 @@ import torch
 from lablib.calc.formulas import FORMULAS, job, symbol_values
 from lablib.calc.runs import STUDY_MINUTES
 from lablib.toys.context_parallel.softmax import Partial, merge
-from lablib.toys.expert_parallel.balance import load_balancing_loss
+from lablib.toys.expert_parallel.router import load_balancing_loss
 from lablib.view.formulas import BOOK, equation, formula_sheet, rung_card
 from tests.tex_value import agrees, tokenized
 

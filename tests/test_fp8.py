@@ -12,9 +12,8 @@ from torch import nn
 from lablib.calc.precision import FORMATS, mx_scale, scale_count
 from lablib.calc.precision.fp8 import BLOCKS
 from lablib.calc.torch_versions import torch_facts
-from lablib.launch.precision import fp8 as float8
-from lablib.launch.precision import rounding_noise
-from lablib.launch.precision.fp8 import delayed_scaling_run, error_table, fp8_error, trained_tensors, with_outlier
+from lablib.launch.precision import float8, rounding_noise
+from lablib.launch.precision.float8 import delayed_scaling_run, error_table, fp8_error, trained_tensors, with_outlier
 from lablib.toys.precision import (
     E4M3,
     E5M2,

@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import lab_worker, labs
+from lablib.launch import lab_queue as labs
+from lablib.launch import lab_worker
 from lablib.launch.records import experiments
-from lablib.launch.records import samples as gpu_records
 from tests.processes import ended
 
 #: The lab says when it has begun, keeps a sample, and then waits for a file.
 WORK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from lablib.launch.records.samples import Kept, lab_folder
-kept = Kept("speed")
+from lablib.launch.records.experiments import SampleCache, lab_folder
+kept = SampleCache("speed")
 print(steps, os.environ["LABLIB_RECORD"], os.environ["CUDA_VISIBLE_DEVICES"] == "")
 sample = kept.sample({"steps": steps}, lambda: {"pid": os.getpid()})
 assert steps > 0
@@ -61,7 +61,7 @@ def house(tmp_path, monkeypatch):
     """A repository with two small labs."""
     _lab(tmp_path / "labs", "07_small")
     _lab(tmp_path / "labs", "08_other", "steps + 1\nassert 0 < steps < 100")
-    for module in (experiments, labs, lab_worker, gpu_records):
+    for module in (experiments, labs, lab_worker):
         monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
     monkeypatch.delenv("LABLIB_LAB_FOLDER", raising=False)
@@ -402,16 +402,16 @@ def test_records_belong_to_a_number_of_gpus_and_gaps_are_named(house, monkeypatc
         raise AssertionError("measured without a GPU")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu_records.gpu_samples("11_speed", must_not_measure, gpus=2) is None
+    assert experiments.gpu_samples("11_speed", must_not_measure, gpus=2) is None
     assert "11_speed: not yet recorded on 2 GPUs\n" in capsys.readouterr().out
     monkeypatch.setenv("LABLIB_RECORD", "1")
     experiments.save_record("11_speed-2gpu", [{"ranks": 2, "s": 1.0}], "rung labs run 11")
     monkeypatch.delenv("LABLIB_RECORD")
-    assert gpu_records.recorded_counts("11_speed") == [2]
-    assert gpu_records.gpu_samples("11_speed", must_not_measure).samples == [{"ranks": 2, "s": 1.0}]
+    assert experiments.recorded_counts("11_speed") == [2]
+    assert experiments.gpu_samples("11_speed", must_not_measure).samples == [{"ranks": 2, "s": 1.0}]
     capsys.readouterr()
-    assert gpu_records.gpu_samples("11_speed", must_not_measure, gpus=8) is None
+    assert experiments.gpu_samples("11_speed", must_not_measure, gpus=8) is None
     assert "not yet recorded on 8 GPUs; there are records on 2 GPUs" in capsys.readouterr().out
-    (row,) = gpu_records.coverage(["11_speed"])
+    (row,) = experiments.coverage(["11_speed"])
     assert row["1 GPU"] == row["8 GPUs"] == "not yet recorded"
     assert row["2 GPUs"].startswith("20")

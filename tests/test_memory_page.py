@@ -228,6 +228,6 @@ def test_a_step_is_layers_on_each_other_with_what_was_measured() -> None:
 
 
 def test_every_kind_of_memory_has_a_layer_and_every_layer_a_colour() -> None:
-    assert set(draw.LAYER_OF) == set(KINDS)
-    assert set(draw.LAYER_OF.values()) == set(draw.LAYERS)
+    assert set(draw.LAYER_BY_KIND) == set(KINDS)
+    assert set(draw.LAYER_BY_KIND.values()) == set(draw.LAYERS)
     assert {role for _, role in draw.LAYERS.values()} <= set(COLORS)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lablib.launch.measure import compare_flight_records, recorder
 from lablib.launch.ranks import run_ranks
 from lablib.launch.records import JsonLines, RankLog, read_json_lines, read_logs
-from lablib.launch.training.monitors import StragglerWatch, find_straggler
+from lablib.launch.training.callbacks import StragglerWatch, find_straggler
 
 
 def test_a_log_is_read_back(tmp_path):

@@ -1,8 +1,8 @@
 """The pipeline toy against one process, against torch.distributed.pipelining, and against what it sends.
 
-Comparisons run in float64, in the norms and the loss too, which the model computes in fp32. The pipeline computes what one process computes, micro-batch by micro-batch; only the order
-in which the micro-batches' gradients are added differs, and with it the last bits: about m times 1e-16 of gradients
-that are below 10. A slip in the idea (a micro-batch lost or counted twice, a tied gradient that is not summed) changes a
+Comparisons run in float64, in the norms and the loss too, which the model computes in fp32. The pipeline computes what
+one process computes, micro-batch by micro-batch; only the order in which the micro-batches' gradients are added
+differs, and with it the last bits: about m times 1e-16 of gradients that are below 10. A slip in the idea (a micro-batch lost or counted twice, a tied gradient that is not summed) changes a
 gradient by a part of its own size, and the largest of each weight is above 1e-9, which is tested. TOLERANCE lies between.
 """
 
@@ -32,9 +32,9 @@ from lablib.calc.schedules import (
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.toys.data_parallel import BucketedDDP
-from lablib.toys.pipeline import PipelineExecutor, split_stages
+from lablib.toys.pipeline import PipelineExecutor, split_stages, step_1f1b
 from lablib.toys.pipeline import executor as pipeline
-from lablib.toys.pipeline.mailbox import Mailbox
+from lablib.toys.pipeline.executor import Mailbox
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
 from lablib.toys.zero import ZeRO1
 from tests.processes import new_seed
@@ -338,7 +338,42 @@ def side_by_side(seed: int) -> float:
     assert list(executor.stages) == [rank // 2]
     executor.step(microbatches)
     assert len(executor.timeline().ranks) == 2
+    if model.config.tied:
+        with pytest.raises(ValueError, match="use PipelineExecutor"):
+            step_1f1b(split_stages(model, 2)[rank // 2], microbatches, groups[rank % 2])
+    else:
+        stage = split_stages(copy.deepcopy(model), 2)[rank // 2]
+        stage.zero_grad()
+        step_1f1b(stage, microbatches, groups[rank % 2], loss=exact_loss)
+        for ours, theirs in zip(stage.parameters(), executor.parameters(), strict=True):
+            assert (ours.grad - theirs.grad).abs().max() < TOLERANCE
     return distance(executor, one_process(model, microbatches)[1])
+
+
+def in_one_function(seed: int) -> dict[str, float]:
+    """1F1B in one function against the executor, whose losses and gradients have the same bits to the last few."""
+    draw, p = random.Random(seed), dist.get_world_size()
+    found = {}
+    for family in FAMILIES:
+        for sizes in ([2], [1, 3], [2, 1, 4], [1] * 9):  # fewer micro-batches than ranks, and more
+            model = awkward(draw, family, layers=4, tied=p == 1)
+            microbatches = windows(draw, model, sizes)
+            stage = split_stages(copy.deepcopy(model), p)[dist.get_rank()]
+            executor = PipelineExecutor(split_stages(model, p), one_f_one_b(p, len(sizes)), loss=exact_loss)
+            ours, theirs = step_1f1b(stage, microbatches, loss=exact_loss), executor.step(microbatches)
+            assert (ours is None) == (theirs is None)
+            expected = {name: q.grad for mine in executor.stages.values() for name, q in mine.named_parameters()}
+            assert all((q.grad is None) == (expected[name] is None) for name, q in stage.named_parameters())
+            apart = [(q.grad - expected[name]).abs().max().item() for name, q in stage.named_parameters()]
+            found[f"{family} {sizes}"] = max([0.0, *apart, 0.0 if ours is None else abs(ours.item() - theirs.item())])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_1f1b_in_one_function_is_the_executor(ranks: int) -> None:
+    for found in run_ranks(in_one_function, ranks, new_seed()):
+        assert len(found) == 8
+        assert max(found.values()) < TOLERANCE, found
 
 
 def test_in_a_group_of_its_own() -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lablib.calc.precision import FORMATS
-from lablib.launch.precision import allreduce_error, expected_error, gloo_error, precision_memory, rounding_noise, runs
-from lablib.launch.precision.fp8 import rank_values, ring_sum
+from lablib.launch.precision import allreduce_error, expected_error, gloo_error, precision_memory, rounding_noise
+from lablib.launch.precision import watched_training as runs
+from lablib.launch.precision.float8 import rank_values, ring_sum
 from lablib.launch.ranks import run_ranks
 from lablib.toys.precision import LossScaler, MasterWeights, RoundedWeights
 from lablib.toys.precision.master import stochastic_round_bf16

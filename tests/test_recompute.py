@@ -31,7 +31,7 @@ from lablib.calc.memory.activations import (
     sqrt_segment,
 )
 from lablib.calc.models import preset, preset_names
-from lablib.launch.recompute.saved_tensors import (
+from lablib.launch.recompute.kept_tensors import (
     WAYS,
     changed_function,
     compiled,

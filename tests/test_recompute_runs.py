@@ -11,7 +11,7 @@ from lablib.calc.memory.activations import largest_batch
 from lablib.launch.ranks import run_ranks
 from lablib.launch.recompute import (
     apply_strategy,
-    ddp_with,
+    ddp_error,
     find_largest_batch,
     fsdp_gathers,
     measure_step,
@@ -160,7 +160,7 @@ def _on_two_ranks():
         "full": tensor_parallel_reduces("full", early_stop=False),
         "full, early stop": tensor_parallel_reduces("full"),
     }
-    errors = [ddp_with(True), ddp_with(False), ddp_with(True, find_unused_parameters=False)]
+    errors = [ddp_error(True), ddp_error(False), ddp_error(True, find_unused_parameters=False)]
     return gathers, reduces, errors, pipeline_error(Schedule1F1B)
 
 

@@ -36,9 +36,8 @@ from lablib.launch.records import read_logs
 from lablib.launch.runs import kill_and_resume, torchrun
 from lablib.launch.runs.elastic import descendants
 from lablib.launch.training import Callback, LogEvents, SaveEvery, StopOnSignal, TrainConfig, Trainer, exit_code, resume
-from lablib.launch.training import resilience as disk_room
-from lablib.launch.training.monitors import StragglerWatch
-from lablib.launch.training.resilience import STOPPED, check_room, finished
+from lablib.launch.training import callbacks as disk_room
+from lablib.launch.training.callbacks import STOPPED, StragglerWatch, check_room, finished
 from tests.processes import ended, free_port
 from tests.scripts import load
 

@@ -40,7 +40,7 @@ from lablib.launch.ranks import run_ranks
 from lablib.launch.torch_private import TorchDispatchMode
 from lablib.toys import torch_names as collective_names
 from lablib.toys.tensor_parallel import ParallelBlock, Plan, parallelize
-from lablib.toys.tensor_parallel.model import check_tp, full_state_dict, load_full_state_dict
+from lablib.toys.tensor_parallel.tp_transformer import check_tp, full_state_dict, load_full_state_dict
 from lablib.toys.transformer import Block, Transformer, rotary, tiny_config
 
 TOLERANCE = 1e-5

@@ -20,7 +20,10 @@ FOLDERS = ("lablib", "labs", "tests", "tools", "book", "_ext")
 HOME = "lablib/launch/torch_private.py"
 #: Private names elsewhere, by file and name, each with the reason why it stays there.
 REVIEWED = {
-    ("lablib/launch/recompute/runs.py", "torch.ops.aten._scaled_dot_*"): "operators keep their names: files hold them",
+    (
+        "lablib/launch/recompute/measured_steps.py",
+        "torch.ops.aten._scaled_dot_*",
+    ): "operators keep their names: files hold them",
     (
         "tests/evidence/oracles/context.py",
         "torch.ops.aten._scaled_dot_*",

@@ -22,8 +22,8 @@ from lablib.calc.schedules import schedule
 from lablib.launch.ranks import run_ranks
 from lablib.toys import context_parallel, expert_parallel
 from lablib.toys.data_parallel import ddp
-from lablib.toys.expert_parallel.model import MoETransformer, tiny_mixture
-from lablib.toys.gradient_room import gradient_room
+from lablib.toys.expert_parallel.moe_transformer import MoETransformer, tiny_mixture
+from lablib.toys.gradient_layout import empty_grad
 from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.pipeline.stages import DeferWeights
 from lablib.toys.precision import MasterWeights
@@ -141,13 +141,12 @@ TAKES: dict[str, tuple[Callable, Callable]] = {
 
 #: Every function of the toys that gives a parameter a gradient, and the case that holds it.
 WRITERS = {
-    "gradient_room.set_gradient": "expert parallel",
+    "gradient_layout.set_grad": "expert parallel",
     "data_parallel.ddp.NaiveDDP.sync": "NaiveDDP",  # what it had, or None
     "data_parallel.ddp.NaiveDDP._reduce": "NaiveDDP",
-    "data_parallel.ddp.BucketedDDP._put": "BucketedDDP",
-    "zero.flat_shards.FlatShards.finish": "ZeRO2",  # of flat shards, as those below
-    "zero.stages_1_2.ZeRO1._update_shards": "ZeRO1",
-    "context_parallel.model.average_gradients": "context parallel",
+    "data_parallel.ddp.BucketedDDP._mark_ready": "BucketedDDP",
+    "zero.stages_1_2.ZeRO1._update_shards": "ZeRO1",  # of flat shards
+    "context_parallel.cp_transformer.average_gradients": "context parallel",
     "pipeline.stages.DeferWeights.run": "deferred weights",  # a bias, of one dim
     "pipeline.executor.PipelineExecutor._summing_tied": "1f1b",
     "precision.master.MasterWeights.take_gradients": "master weights",
@@ -229,7 +228,7 @@ def test_a_fused_optimizer_updates_what_one_process_does(name: str, differences:
 def test_room_lies_as_its_parameter() -> None:
     plain = torch.arange(24.0).view(2, 3, 2, 2)
     for p in (plain, plain.to(memory_format=torch.channels_last), plain.transpose(0, 1), torch.tensor(1.0)):
-        for room in (gradient_room(nn.Parameter(p)), gradient_room(nn.Parameter(p), torch.zeros(p.numel()))):
+        for room in (empty_grad(nn.Parameter(p)), empty_grad(nn.Parameter(p), torch.zeros(p.numel()))):
             assert (room.shape, room.stride(), room.dtype) == (p.shape, p.stride(), p.dtype)
 
 
@@ -271,7 +270,7 @@ def experts(again: bool) -> dict[str, Tensor]:
 
 def replays() -> dict[str, tuple[float, float]]:
     """Return the largest difference of a gradient with recomputation, and the largest gradient."""
-    ways = {way: partial(sequences, way) for way in context_parallel.model.WAYS} | {"experts": experts}
+    ways = {way: partial(sequences, way) for way in context_parallel.cp_transformer.WAYS} | {"experts": experts}
     found = {}
     for name, run in ways.items():
         kept, again = run(False), run(True)

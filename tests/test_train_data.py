@@ -26,8 +26,8 @@ from lablib.launch.training import (
     train_model,
     train_parser,
 )
-from lablib.launch.training.config import MODELS, SAME_RUN, describe, differences
-from lablib.launch.training.data import write_tokens
+from lablib.launch.training.token_data import write_tokens
+from lablib.launch.training.train_config import MODELS, SAME_RUN, describe, differences
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 
@@ -78,7 +78,7 @@ def test_every_epoch_is_a_permutation_and_no_step_ends_one(seed: int) -> None:
 def test_written_and_mapped(tmp_path: Path, seed: int) -> None:
     for vocab, size in ((256, 2), (1 << 16, 2), (50_257, 2), (128_256, 4)):
         ids = np.random.default_rng(seed).integers(0, vocab, size=1001)
-        path = write_tokens(tmp_path / f"{vocab}.npy", [ids[:10], torch.from_numpy(ids[10:])], vocab=vocab)
+        path = write_tokens(tmp_path / f"{vocab}.npy", ids if size == 2 else torch.from_numpy(ids), vocab=vocab)
         mapped = open_tokens(path)
         assert isinstance(mapped, np.memmap)
         assert not mapped.flags.writeable
@@ -103,19 +103,19 @@ def test_the_default_text(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
-    path = write_tokens(tmp_path / "a.npy", [np.arange(5)], vocab=10)
-    for pieces, says in (
-        ([np.arange(5), np.array([10])], r"token ids from 10 to 10 are not in 0\.\.9"),
-        ([np.array([-1])], "from -1 to -1"),
-        ([np.zeros((2, 2), int)], r"shape \(2, 2\); token ids are 1-D"),
-        ([], "there are no tokens to write"),
+    path = write_tokens(tmp_path / "a.npy", np.arange(5), vocab=10)
+    for ids, says in (
+        (np.arange(11), r"token ids from 0 to 10 are not in 0\.\.9"),
+        (np.array([-1]), "from -1 to -1"),
+        (np.zeros((2, 2), int), r"shape \(2, 2\) for .*; they are 1-D"),
+        (np.array([], int), "at least one"),
     ):
         with pytest.raises(ValueError, match=says):
-            write_tokens(path, pieces, vocab=10)
+            write_tokens(path, ids, vocab=10)
     assert list(tmp_path.iterdir()) == [path]
     assert open_tokens(path).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"must end with \.npy"):
-        write_tokens(tmp_path / "a.bin", [np.arange(5)], vocab=10)
+        write_tokens(tmp_path / "a.bin", np.arange(5), vocab=10)
     np.save(tmp_path / "floats.npy", np.zeros(3))
     with pytest.raises(ValueError, match="holds float64"):
         open_tokens(tmp_path / "floats.npy")

@@ -37,7 +37,7 @@ from lablib.launch.training import (
     read_metrics,
     train_model,
 )
-from lablib.launch.training.data import token_loss
+from lablib.launch.training.token_data import token_loss
 
 TOLERANCE = 2e-5
 STEPS = 6

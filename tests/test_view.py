@@ -24,9 +24,9 @@ from lablib.view import schedules as pipeline_chart
 from lablib.view.parallel import data as ddp
 from lablib.view.parallel import experts as mixture
 from lablib.view.parallel import fsdp, zero
+from lablib.view.runs import Span, timeline
 from lablib.view.schedules import pipeline
 from lablib.view.style import COLORS, figure, show, themed_svg
-from lablib.view.timeline import Span, timeline
 
 
 @pytest.fixture(autouse=True)
@@ -204,10 +204,6 @@ FIGURES = {
     "format_axis": (
         lambda: precision.format_axis({"small": (-9, -6, 8, 4), "large": (-149, -126, 128, 24)}, ticks=[-96, 0, 96]),
         {"texts": {"4 bits", "24 bits"}, "rows": ["small", "large"]},
-    ),
-    "bits_kept": (
-        lambda: precision.bits_kept([-32, -16, 0], {"narrow": [0, 5, 11], "wide": [8, 8, 8]}),
-        {"y": [[0, 5, 11], [8, 8, 8]], "x": [[-32, -16, 0]]},
     ),
     "gradient_histogram": (
         lambda: precision.gradient_histogram({-30: 7, -14: 2, 3: 1}, floor=-25, normal=-14, name="half"),

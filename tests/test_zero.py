@@ -393,7 +393,7 @@ def gathered(prefetch: int) -> list[dict[str, int]]:
     most = {"forward": 0, "backward": 0}
 
     def count(phase: str) -> None:
-        there = sum(any(not flat.released for flat in unit.flats) for unit in model.units)
+        there = sum(any(flat.is_unsharded for flat in unit.flats) for unit in model.units)
         most[phase] = max(most[phase], there)
 
     for block in model.module.blocks:
@@ -403,8 +403,8 @@ def gathered(prefetch: int) -> list[dict[str, int]]:
     for turn in range(2):
         most.update(forward=0, backward=0)
         step_of(model, torch.randint(0, 256, (1, 9)))
-        full = sum(not flat.released for flat in model.flats)
-        seen.append({**most, "left": full, "gradients": sum(f.grads is not None for f in model.flats)})
+        full = sum(flat.is_unsharded for flat in model.flats)
+        seen.append({**most, "left": full, "gradients": sum(f.unsharded_grad is not None for f in model.flats)})
         if turn == 0:  # a forward that never gets a backward, and that later ones must not wait for
             model(torch.randint(0, 256, (1, 9)))
         model.step()
@@ -639,7 +639,9 @@ def mixed_master(seed: int) -> dict[str, object]:
     with torch.no_grad():
         model.module.weight.fill_(0.5)
     model.step()
-    found["changed by others"] = (model.trained[0].updated[:8] - 0.5).abs().max().item() if not dist.get_rank() else 0
+    found["changed by others"] = (
+        (model.trained[0].sharded_param[:8] - 0.5).abs().max().item() if not dist.get_rank() else 0
+    )
     return found
 
 

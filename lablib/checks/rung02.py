@@ -677,13 +677,13 @@ _WITNESSES = {
 
 
 @functools.cache
-def _ward(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
-    """Run every patient on `ranks` ranks, and the healthy one in a single process."""
+def _charts_of(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
+    """Run all five on `ranks` ranks, and the healthy one in a single process."""
     names = {diagnosis(name): name for name in "ABCDE"}
-    patient = {"timeout": 600}  # a busy machine is no mistake of the learner's
-    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed, **patient)
+    options = {"timeout": 600}  # a busy machine is no mistake of the learner's
+    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed, **options)
     charts = {illness: [results[name] for results in by_rank] for illness, name in names.items()}
-    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed, **patient)[0][names["healthy"]]
+    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed, **options)[0][names["healthy"]]
 
 
 def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
@@ -697,10 +697,10 @@ def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
     "gradient norm with that of one process.",
 )
 def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
-    """Judge `diagnose(charts, alone)` on all five patients, with other ranks and seeds than the lab's."""
+    """Judge `diagnose(charts, alone)` on all five runs, with other ranks and seeds than the lab's."""
     seen = 0
     for ranks, seed in ((2, 11), (4, 12)):
-        charts, alone = _ward(ranks, seed)
+        charts, alone = _charts_of(ranks, seed)
         for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
             said = answer(copy.deepcopy(charts[illness]), copy.deepcopy(alone))
             said = said.strip() if isinstance(said, str) else said

@@ -20,7 +20,7 @@ from typing import Any
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
 from lablib.checks.judging import Wrong, check, close, numbers, whole
-from lablib.launch.failures import FAULTS, HEALTHY, Setting, Symptoms, run_programs
+from lablib.launch.failure_zoo import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import describe_machine, gpu_report, read_run, scaling_records
 from lablib.launch.training import TrainConfig, Trainer

@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_labs(as_json: Json = False) -> None:
     """List the labs and their parameters."""
-    from lablib.launch.labs import all_labs, lab_parameters
+    from lablib.launch.lab_queue import all_labs, lab_parameters
 
     labs = {path.stem: lab_parameters(path) for path in all_labs()}
     if as_json:
@@ -51,8 +51,8 @@ def run(
     detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
+    from lablib.launch.lab_queue import acquire_lock, parse_gpus, prepare_queue
     from lablib.launch.lab_worker import start_worker
-    from lablib.launch.labs import acquire_lock, parse_gpus, prepare_queue
 
     chosen = parse_gpus(gpus, _gpus_here())
     try:
@@ -82,7 +82,7 @@ def run(
 @app.command("status")
 def status(as_json: Json = False) -> None:
     """Say what runs, what is done and what is left."""
-    from lablib.launch.labs import all_jobs, is_running, latest_queue, read_job
+    from lablib.launch.lab_queue import all_jobs, is_running, latest_queue, read_job
 
     jobs, damaged = [], []
     for path in all_jobs():
@@ -110,7 +110,7 @@ def status(as_json: Json = False) -> None:
 @app.command("follow")
 def follow() -> None:
     """Show what the running labs print, until they end."""
-    from lablib.launch.labs import latest_queue
+    from lablib.launch.lab_queue import latest_queue
 
     queue = latest_queue()
     if queue is None:
@@ -121,7 +121,7 @@ def follow() -> None:
 @app.command("stop")
 def stop() -> None:
     """End the running labs; the same command as before goes on where they stopped."""
-    from lablib.launch.labs import is_running, latest_queue, read_json
+    from lablib.launch.lab_queue import is_running, latest_queue, read_json
 
     if not is_running():
         raise ValueError("no labs are running here")
@@ -151,7 +151,7 @@ def pack_results() -> None:
 
 def _follow(queue: Path) -> bool:
     """Print the queue's log until its process ends; return whether it did."""
-    from lablib.launch.labs import is_running
+    from lablib.launch.lab_queue import is_running
 
     try:
         with queue.with_suffix(".log").open("rb") as log:
@@ -169,7 +169,7 @@ def _follow(queue: Path) -> bool:
 
 def _exit_like(queue: Path, ended: bool) -> None:
     """Exit with 0 if all jobs are done, 1 if one is not, 130 as others do after Ctrl-C while labs still run."""
-    from lablib.launch.labs import read_json
+    from lablib.launch.lab_queue import read_json
 
     if not ended:
         raise typer.Exit(128 + signal.SIGINT)
@@ -184,7 +184,7 @@ def _exit_like(queue: Path, ended: bool) -> None:
 
 
 def _detail(job: dict) -> str:
-    from lablib.launch.labs import progress
+    from lablib.launch.lab_queue import progress
 
     attempts = job["attempts"]
     if job["status"] == "running":

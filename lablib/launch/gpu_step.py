@@ -1,18 +1,17 @@
-"""A training step weighed on one GPU: what the program asks for, what the allocator gives, what CUDA takes besides.
+"""The memory of a training step on one GPU: what the program asks for, what the allocator gives, what CUDA takes besides.
 
-    samples = weighed_steps()                  # lab 01, on a GPU
+    samples = measure_steps()                  # lab 01, on a GPU
     print(gpu_text(gpu_rows(samples)))         # beside what the calculator predicts
 
 A step is played twice. The first makes the optimizer's states, the workspaces of cuBLAS and the kernels; the second is
-weighed. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
+measured. The peak is read moment by moment, from counters that each moment begins anew. Beside it the allocator's own
 history is recorded, and replayed by `lablib.calc.runs.cuda_snapshot`: two ways to the same peak.
 
 `requested` is what the program asks for, and what a calculator can predict; `allocated` is rounded by the allocator and
 is `torch.cuda.max_memory_allocated`; `reserved` is what the allocator took from CUDA. On a CPU `LiveBytes` counts tensors,
-and the three are the same, so `weigh(make, Counters())` runs without a GPU.
+and the three are the same, so `measure_step_memory(make, Counters())` runs without a GPU.
 
-A sample has the measurement and the calculator's settings. The prediction is made when it is read, so a calculator that
-changes is judged anew. It is compared with what the program asks for, less the workspaces of cuBLAS.
+A sample has the measurement and the calculator's settings; the prediction is made when it is read.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lablib.calc.runs import replay_snapshot
 from lablib.launch import torch_private
 from lablib.launch.measure import LiveBytes, measure_states
 from lablib.launch.recompute import apply_strategy
-from lablib.launch.records import Kept
+from lablib.launch.records import SampleCache
 from lablib.toys.precision import MasterWeights
 from lablib.toys.transformer import Transformer
 
@@ -217,7 +216,7 @@ def toy_job(settings: Settings) -> Job:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class StepMemory:
     """Bytes of one step.
 
     Attributes:
@@ -241,8 +240,8 @@ class Weighed:
     snapshot: dict[str, Any] | None
 
 
-def weigh(make: Callable[[], Job], counters: Counters | None = None) -> Weighed:
-    """Play two training steps of a job with real tensors, and weigh the second.
+def measure_step_memory(make: Callable[[], Job], counters: Counters | None = None) -> StepMemory:
+    """Play two training steps of a job with real tensors, and measure the second.
 
     Args:
         make: Called with the counters' device as torch's default device.
@@ -261,7 +260,7 @@ def weigh(make: Callable[[], Job], counters: Counters | None = None) -> Weighed:
         moments.begin("end")
         snapshot = counters.snapshot()
         moments.remove()
-        return Weighed(
+        return StepMemory(
             states,
             sum(buffer.nbytes for buffer in job.model.buffers()),
             before,
@@ -269,11 +268,11 @@ def weigh(make: Callable[[], Job], counters: Counters | None = None) -> Weighed:
             moments.peak,
             counters.outside(),
             moments.requested,
-            None if snapshot is None else replayed(snapshot, moments.peak, counters.device.index or 0),
+            None if snapshot is None else replay_peak(snapshot, moments.peak, counters.device.index or 0),
         )
 
 
-def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int = 0) -> dict[str, Any]:
+def replay_peak(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int = 0) -> dict[str, Any]:
     """Return what a snapshot says about its peak, and where it contradicts the counters of the same step.
 
     Returns:
@@ -296,7 +295,7 @@ def replayed(snapshot: Mapping[str, Any], peak: Mapping[str, int], device: int =
     }
 
 
-def weighed_steps(
+def measure_steps(
     steps: Mapping[str, tuple[Settings, Callable[[], Job]]] | None = None,
     counters: Callable[[], Counters] = CudaCounters,
     say: Callable[[str], None] = print,
@@ -307,12 +306,12 @@ def weighed_steps(
         steps: By name the calculator's settings and what makes the job; None for those of `TOY_STEPS` that should fit.
 
     Returns:
-        A sample a step: its name, its settings, and either everything of `Weighed` or "failed", a sentence.
+        A sample a step: its name, its settings, and either everything of `StepMemory` or "failed", a sentence.
     """
     if steps is None:
         free = torch.cuda.mem_get_info(counters().device)[0]
-        steps = {name: (how, lambda how=how: toy_job(how)) for name, how in fitting(TOY_STEPS, free).items()}
-    kept, samples = Kept("01_memory"), []
+        steps = {name: (how, lambda how=how: toy_job(how)) for name, how in steps_that_fit(TOY_STEPS, free).items()}
+    kept, samples = SampleCache("01_memory"), []
     for name, (settings, make) in steps.items():
         start = time.perf_counter()
 
@@ -325,7 +324,7 @@ def weighed_steps(
     return samples
 
 
-def fitting(steps: Mapping[str, Settings], memory_bytes: int) -> dict[str, Settings]:
+def steps_that_fit(steps: Mapping[str, Settings], memory_bytes: int) -> dict[str, Settings]:
     """Return the steps that should fit in so many bytes beside the usual reserve, the smallest first."""
     peaks = {name: predicted_peak(settings) for name, settings in steps.items()}
     return {name: steps[name] for name in sorted(peaks, key=peaks.get) if peaks[name] + RESERVE <= memory_bytes}
@@ -338,7 +337,7 @@ def predicted_peak(settings: Settings) -> int:
 
 def _sample(make: Callable[[], Job], counters: Counters) -> dict[str, Any]:
     try:
-        return asdict(weigh(make, counters))
+        return asdict(measure_step_memory(make, counters))
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
     except RuntimeError as error:  # an operator that this GPU does not have must not cost the other measurements

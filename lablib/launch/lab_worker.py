@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import nbformat
 import psutil
 
-from lablib.launch.labs import progress, read_job, read_json, update
+from lablib.launch.lab_queue import progress, read_job, read_json, update
 from lablib.launch.ranks import explain
 from lablib.launch.records import (
     FOLDER_SWITCH,

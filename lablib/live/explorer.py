@@ -74,14 +74,14 @@ class Explorer:
         name: Prefix of its keys in the page's address.
         controls: What the reader can change.
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
-        most: Takes the same, returns for controls whose largest value depends on the others that value, and why.
+        limits: Takes the same, returns for controls whose largest value depends on the others that value, and why.
     """
 
     name: str
     title: str
     controls: tuple[Control, ...]
     compute: Callable[..., Answer]
-    most: Callable[..., Mapping[str, tuple[int, str]]] = lambda **state: {}
+    limits: Callable[..., Mapping[str, tuple[int, str]]] = lambda **state: {}
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
         """Return a full state: the given values, and the first ones for all else."""
@@ -93,7 +93,7 @@ class Explorer:
     def clip(self, state: Mapping[str, Value]) -> tuple[dict[str, Value], str]:
         """Return a state with nothing above the most that its controls can take, and what that changed, in words."""
         taken, said = dict(state), []
-        limits = self.most(**state)
+        limits = self.limits(**state)
         for control in self.controls:
             limit, why = limits.get(control.name, (state[control.name], ""))
             if state[control.name] > limit:

@@ -74,7 +74,7 @@ def explore(model: str, recipe: str, optimizer: str, micro_batch: int, seq: int,
     )
 
 
-def most(model: str, **others: object) -> dict[str, tuple[int, str]]:
+def limits(model: str, **others: object) -> dict[str, tuple[int, str]]:
     """Return the tokens that a model with learned positions can take."""
     config = preset(model)
     return (
@@ -106,7 +106,7 @@ def _picture(
 ) -> str:
     """Draw the peak by role, and below it how it grows from this model to one of `span` blocks."""
     present, needs, gpu = config.num_layers, f"{fullest.total / GB:,.1f} GB", found.device
-    roles, most = by_role(fullest), by_role(large)
+    roles, at_span = by_role(fullest), by_role(large)
     limit = gpu.usable_bytes / GB
     limit_text = f"{gpu.name}: {limit:.1f} GB"
     title = f"{config.name}, {present} blocks, at the peak"
@@ -116,8 +116,8 @@ def _picture(
     names, below = legend(ROLES, top=below + 10)
     edges = {}
     for role in ROLES:
-        step = (most[role] - roles[role]) / (span - present)
-        edges[role] = (max(0.0, roles[role] - present * step), most[role])
+        step = (at_span[role] - roles[role]) / (span - present)
+        edges[role] = (max(0.0, roles[role] - present * step), at_span[role])
     marks = [(present, f"{config.name}: {present}")]
     if 0 < blocks < span:
         marks.append((blocks, f"fits up to {blocks}"))
@@ -166,11 +166,11 @@ def _table(config: ModelConfig, fullest: MemoryInstant, ends: dict[str, int], pa
         "sequences in a micro-batch": f"{ends['micro_batch']:,}",
         "tokens in a sequence": f"{ends['seq']:,}{positions}",
     }
-    nothing = {name: words for name, words in fits.items() if words[0] != "0"}
+    present = {name: words for name, words in fits.items() if words[0] != "0"}
     return table(
         {
             f"What one device holds at the peak, {fullest.name}": terms,
-            "The most that fits, all else as it is": {name: ("", nothing.get(name, "nothing fits")) for name in fits},
+            "The most that fits, all else as it is": {name: ("", present.get(name, "nothing fits")) for name in fits},
         }
     )
 
@@ -204,5 +204,5 @@ EXPLORER = Explorer(
         Control(name="device", label="GPU", options=device_options(), first="h100"),
     ),
     compute=explore,
-    most=most,
+    limits=limits,
 )

@@ -30,19 +30,19 @@ MODELS = (
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 #: No job is larger than this: where so many ranks do not help, no number does.
-MOST_RANKS = 2**24
+MAX_RANKS = 2**24
 
 
-def least_ranks(params: int, stage: int, capacity: int) -> int | None:
+def min_ranks(params: int, stage: int, capacity: int) -> int | None:
     """Return the smallest number of ranks on which the states of a model fit, or None if none is enough."""
 
     def fits(ranks: int) -> bool:
         return sum(state_terms(params, ranks, stage).values()) <= capacity
 
-    if not fits(MOST_RANKS):
+    if not fits(MAX_RANKS):
         return None
     # More ranks never hold more each, so halve the interval.
-    too_few, enough = 0, MOST_RANKS
+    too_few, enough = 0, MAX_RANKS
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
@@ -54,7 +54,7 @@ def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str)
     params, gpu = count_params(preset(model)).total, accelerator(device)
     held = {each: state_terms(params, ranks, each) for each in STAGES}
     sent = {each: zero_traffic(params, ranks, each, micro_batches) for each in STAGES}
-    ends = {"ranks": least_ranks(params, stage, gpu.usable_bytes), "params": max_params(gpu.usable_bytes, ranks, stage)}
+    ends = {"ranks": min_ranks(params, stage, gpu.usable_bytes), "params": max_params(gpu.usable_bytes, ranks, stage)}
     numbers = {name: size for name, size in held[stage].items() if size}
     for each in STAGES:
         numbers |= {f"held_{each}": sum(held[each].values()), f"sent_{each}": round(sum(sent[each].values()))}
@@ -113,12 +113,10 @@ def _picture(
     )
     names, below = legend(memory[0].parts, top=below + 10)
     second, end = bars(traffic, top=below + 20, title=f"Each sends in a step of {of}")
-    told = "; ".join(
+    words = "; ".join(
         f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
     )
-    alt = (
-        f"Two groups of four stacked bars for {model} on {on}: {told}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
-    )
+    alt = f"Two groups of four stacked bars for {model} on {on}: {words}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
     return picture(first + names + second, end, alt)
 
 

@@ -4,20 +4,9 @@
 
 Forward runs under no_grad, so that autograd keeps nothing but the inputs. Backward puts back the random state and the
 autocast settings of forward, runs the function once more with gradients on, and calls backward inside backward.
-Hence the name of this way: reentrant. It is PyTorch's `use_reentrant=True`, and has its limits:
-
-- Gradients of parameters inside the function arrive as a side effect in `.grad`. `torch.autograd.grad`, and
-  `backward(inputs=...)`, cannot ask for them, and pipeline schedules that split backward in two do just that.
-- Only tensors among the arguments get gradients, not those inside a list or a dict, and not the ones that a closure
-  brings along, unless they are leaves.
-- The whole function runs again, also the end that no gradient needs (PyTorch's other way stops early), and what the
-  function prints, counts or normalizes over batches happens twice.
-- A function that does other things the second time, by a global variable or a clock, gives wrong gradients in silence;
-  PyTorch's other way compares shapes and dtypes and raises.
-- A backward inside backward is hidden from hooks on saved tensors of the graph outside.
-
-`use_reentrant=False` has none of these: it leaves the graph as it is and puts a hook on every saved tensor, which
-forgets it in forward and computes it again when backward asks.
+Hence the name of this way: reentrant. It is PyTorch's `use_reentrant=True`, with its limits (chapter 09): parameters
+get their gradients as a side effect in `.grad`, of the arguments only tensors get any, not those inside a list or a
+dict, and a function that does other things the second time gives wrong gradients in silence.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lablib.view.style import COLORS, figure, name_rows, with_legend
+from lablib.view.style import COLORS, cell, doubling_axis, figure, name_rows, plot_lines, with_legend
 
+#: Colours of lines, and of leaf switches.
 _ROLES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
 def _size(value: float) -> str:
@@ -28,13 +28,11 @@ def _size(value: float) -> str:
 
 
 def _bytes_axis(ax: Axes, sizes: Sequence[float]) -> None:
-    ax.set_xscale("log", base=2)
     ticks: list[float] = []
     for size in sorted(sizes, reverse=True):  # names need room: about a fifth of the axis for each
         if not ticks or ticks[-1] / size >= (max(sizes) / min(sizes)) ** 0.19:
             ticks.append(size)
-    ax.set_xticks(ticks, labels=[_size(size) for size in ticks])
-    ax.set_xticks([], minor=True)
+    doubling_axis(ax, ticks, [_size(size) for size in ticks])
 
 
 def _plain_log(axis: Axis) -> None:
@@ -53,8 +51,8 @@ def time_curves(
 ) -> Figure:
     """Draw times over the message size, one line per algorithm, and measured points in the colour of their line."""
     fig, ax = figure(height=height)
-    for (name, values), role, dash in zip(seconds.items(), _ROLES, _DASHES, strict=False):
-        ax.plot(sizes, [value * 1e3 for value in values], linestyle=dash, color=COLORS[role], label=name)
+    plot_lines(ax, sizes, seconds, _ROLES, scale=1e3)
+    for name, role in zip(seconds, _ROLES, strict=False):
         if name in (points or {}):
             ax.plot(sizes, [value * 1e3 for value in points[name]], "o", color=COLORS[role], markersize=5)
     ax.set_yscale("log")
@@ -71,17 +69,16 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
     """Draw measured times with one or more fits, and below them how far each fit is off."""
     fig, (top, bottom) = figure(height=4.4, nrows=2, sharex=True, height_ratios=[3, 2])
     top.plot(sizes, [t * 1e3 for t in seconds], "o", color=COLORS["neutral"], markersize=5, label="measured")
-    for (name, values), role, dash in zip(fits.items(), _ROLES, _DASHES, strict=False):
-        top.plot(sizes, [t * 1e3 for t in values], linestyle=dash, color=COLORS[role], label=name)
-        off = [100 * (fit / t - 1) for fit, t in zip(values, seconds, strict=True)]
-        bottom.plot(sizes, off, "o", linestyle=dash, color=COLORS[role], linewidth=1.2, markersize=4)
+    plot_lines(top, sizes, fits, _ROLES, scale=1e3)
+    off = {name: [fit / t - 1 for fit, t in zip(values, seconds, strict=True)] for name, values in fits.items()}
+    plot_lines(bottom, sizes, off, _ROLES, scale=100, marker="o", linewidth=1.2, markersize=4)
     bottom.axhline(0, color=COLORS["neutral"], linewidth=1.0)
     top.set_yscale("log")
     _plain_log(top.yaxis)
     _bytes_axis(bottom, sizes)
     top.set_ylabel("time (ms)")
     bottom.set(ylabel="fit is off by (%)", xlabel="size of the array")
-    return with_legend(fig, 3)
+    return with_legend(fig, 3, handles=top.lines)
 
 
 def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
@@ -107,10 +104,6 @@ def predicted_and_measured(
     name_rows(ax, rows)
     ax.set_xlabel(xlabel)
     return with_legend(fig, 2)
-
-
-#: One colour for each leaf switch.
-_HUES = ("communication", "forward", "gradients", "activations", "optimizer", "backward")
 
 
 def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]]]], *, ranks: int) -> Figure:
@@ -157,21 +150,18 @@ def fabric(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
         width = len(leaf) * (cards + 1) - 1
         middle = [(number + 0.5) * width / leaves for number in range(leaves)]
         for number, x in enumerate(middle):
-            color = COLORS[_HUES[number % len(_HUES)]]
+            color = COLORS[_ROLES[number % len(_ROLES)]]
             ax.plot([x, width / 2], [3.4, 4.3], color=COLORS["neutral"], linewidth=1.4)
-            ax.add_patch(Rectangle((x - 1.1, 2.8), 2.2, 0.6, facecolor=color))
-            ax.text(x, 3.1, f"leaf {number}", ha="center", va="center", color="white", fontsize=9)
-        ax.add_patch(Rectangle((width / 2 - 1.6, 4.3), 3.2, 0.6, facecolor=COLORS["neutral"]))
-        ax.text(width / 2, 4.6, "spine", ha="center", va="center", color="white", fontsize=9)
+            cell(ax, x - 1.1, 2.8, 2.2, 0.6, f"leaf {number}", color)
+        cell(ax, width / 2 - 1.6, 4.3, 3.2, 0.6, "spine", COLORS["neutral"])
         for node, numbers in enumerate(leaf):
             left = node * (cards + 1)
             ax.add_patch(Rectangle((left - 0.1, -0.35), cards, 1.3, facecolor=COLORS["idle"], alpha=0.25))
             ax.text(left + cards / 2 - 0.1, -0.4, f"node {node}", ha="center", va="top", fontsize=9)
             for card, number in enumerate(numbers):
-                color, x = COLORS[_HUES[number % len(_HUES)]], left + card + 0.4
+                color, x = COLORS[_ROLES[number % len(_ROLES)]], left + card + 0.4
                 ax.plot([x, middle[number]], [0.75, 2.8], color=color, linewidth=1.4)
-                ax.add_patch(Rectangle((x - 0.33, 0.1), 0.66, 0.65, facecolor=color))
-                ax.text(x, 0.42, str(card), ha="center", va="center", color="white", fontsize=9)
+                cell(ax, x - 0.33, 0.1, 0.66, 0.65, str(card), color)
         ax.set_title(title, loc="left", fontsize=10)
         ax.set(xlim=(-0.5, width + 0.3), ylim=(-1.2, 5))
         ax.axis("off")

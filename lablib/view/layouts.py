@@ -10,10 +10,9 @@ from math import exp, log
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
+from lablib.view.style import COLORS, HATCHES, cell, doubling_axis, figure, name_rows, plot_lines, with_legend
 
 #: One colour per rank; the numbers in the boxes say the same for readers who see no hue.
 _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
@@ -21,9 +20,7 @@ _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["a
 
 def _box(ax: Axes, x: float, y: float, width: float, height: float, rank: int | None) -> None:
     color = COLORS["idle"] if rank is None else _RANKS[rank]
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, alpha=0.85))
-    text = "all" if rank is None else str(rank)
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=9)
+    cell(ax, x, y, width, height, "all" if rank is None else str(rank), color)
 
 
 def _grid(ax: Axes, x: float, rows: list[int | None], columns: list[int | None], label: str) -> None:
@@ -77,7 +74,6 @@ def parallelism_map() -> Figure:
 
 
 _ROLES = ("weights", "gradients", "optimizer", "activations", "forward", "backward")
-_DASHES = ("-", "--", "-.", ":")
 
 
 def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
@@ -88,8 +84,7 @@ def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 
         for node, (text, color) in enumerate(nodes):
             x, y = node % columns, -(node // columns)
             fill = COLORS[_ROLES[color % len(_ROLES)]]
-            ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.94, 0.86, facecolor=fill))
-            ax.text(x + 0.5, y + 0.49, f"node {node}\n{text}", ha="center", va="center", fontsize=9, color="white")
+            cell(ax, x + 0.03, y + 0.06, 0.94, 0.86, f"node {node}\n{text}", fill)
         ax.set_title(title, loc="left", fontsize=10)
         ax.set(xlim=(0, columns), ylim=(1 - rows, 1))
         ax.axis("off")
@@ -151,13 +146,11 @@ def curves(
 ) -> Figure:
     """Draw shares over a number that doubles from tick to tick, with a rule of thumb as a vertical line."""
     fig, ax = figure(height=3.2)
-    for (name, values), role, dash in zip(lines.items(), _ROLES, _DASHES, strict=False):
-        ax.plot(x, [100 * value for value in values], dash, color=COLORS[role], label=name)
+    plot_lines(ax, x, lines, _ROLES, scale=100)
     if rule is not None:
         ax.axvline(rule[0], color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
         ax.text(rule[0] * 1.05, ax.get_ylim()[1] * 0.97, rule[1], va="top", fontsize=9)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(x, labels=[f"{value:g}" for value in x])
+    doubling_axis(ax, x)
     ax.set_ylim(bottom=0)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     return with_legend(fig, 2)
@@ -185,8 +178,6 @@ def scores(clusters: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figur
     return with_legend(fig, 3 if sum(map(len, who)) < 36 else 1)
 
 
-_FILLS = tuple(COLORS[role] for role in ("weights", "gradients", "optimizer", "activations"))
-
 #: Parts of a step and how they are drawn.
 _PARTS = {
     "matmul": ("matrix products", COLORS["forward"], None),
@@ -212,7 +203,7 @@ def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node:
     for ax, (axis, found) in zip(axes[:, 0], groups.items(), strict=True):
         for number, group in enumerate(found):
             for rank in group:
-                _cell(ax, rank, number, gpus_per_node)
+                _rank_cell(ax, rank, number, gpus_per_node)
         for node in range(rows):
             ax.text(-0.15, -node + 0.45, f"node {node}", ha="right", va="center", fontsize=9)
         ax.set_title(f"{axis}: {len(found)} groups of {len(found[0])}", loc="left", fontsize=10)
@@ -221,11 +212,10 @@ def mesh_figure(groups: Mapping[str, Sequence[Sequence[int]]], *, gpus_per_node:
     return fig
 
 
-def _cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
+def _rank_cell(ax: Axes, rank: int, group: int, gpus_per_node: int) -> None:
     x, y = rank % gpus_per_node, -(rank // gpus_per_node)
-    ax.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.86, facecolor=_FILLS[group % len(_FILLS)]))
     letter = chr(ord("A") + group % 26) + (str(group // 26) if group >= 26 else "")
-    ax.text(x + 0.5, y + 0.47, f"{rank} {letter}", ha="center", va="center", fontsize=9, color="white")
+    cell(ax, x + 0.03, y + 0.05, 0.94, 0.86, f"{rank} {letter}", _RANKS[group % len(_RANKS)])
 
 
 def step_parts(steps: Mapping[str, Mapping[str, float]]) -> Figure:

@@ -131,7 +131,7 @@ LAYERS = {
     "temporary": ("temporaries", "neutral"),
 }
 #: Kind of memory, as PyTorch's trackers name it, to the layer that it is drawn in.
-LAYER_OF = {
+LAYER_BY_KIND = {
     "weights": "weights",
     "optimizer": "optimizer",
     "gradients": "gradients",
@@ -245,26 +245,34 @@ def step_memory(
 
 
 #: What is judged, in drawing order, and its colour.
-ROLES = {"states": "weights", "activations": "activations", "total": "neutral"}
-TITLES = {"states": "model states", "activations": "kept activations", "total": "peak of a step"}
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+QUANTITY_ROLES = {"states": "weights", "activations": "activations", "total": "neutral"}
+QUANTITY_TITLES = {"states": "model states", "activations": "kept activations", "total": "peak of a step"}
+RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 
 
 def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this course") -> Figure:
     """Draw predicted over measured for every calculator: a line over all cases, a dot at the median, a diamond at the worst."""
     for row in rows:
-        if row["quantity"] not in ROLES:
-            raise ValueError(f"quantity={row['quantity']!r} must be one of {', '.join(ROLES)}")
-    groups = {q: [row for row in rows if row["quantity"] == q] for q in ROLES}
+        if row["quantity"] not in QUANTITY_ROLES:
+            raise ValueError(f"quantity={row['quantity']!r} must be one of {', '.join(QUANTITY_ROLES)}")
+    groups = {q: [row for row in rows if row["quantity"] == q] for q in QUANTITY_ROLES}
     groups = {q: found for q, found in groups.items() if found}
     lines = sum(len(found) + 1 for found in groups.values())
     fig, ax = figure(height=1.3 + 0.235 * lines)
     places, labels, at = [], [], 0.0
     for quantity, found in groups.items():
-        note(ax, TITLES[quantity], (0, at), (4, 0), xycoords=("axes fraction", "data"), va="center", fontweight="bold")
+        note(
+            ax,
+            QUANTITY_TITLES[quantity],
+            (0, at),
+            (4, 0),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontweight="bold",
+        )
         for row in found:
             at += 1
-            color = COLORS["optimizer"] if row["calculator"] == own else COLORS[ROLES[quantity]]
+            color = COLORS["optimizer"] if row["calculator"] == own else COLORS[QUANTITY_ROLES[quantity]]
             ax.plot([row["low"], row["high"]], [at, at], color=color, linewidth=3, solid_capstyle="round", alpha=0.6)
             ax.plot(row["median"], at, "o", color=color, markersize=6)
             ax.plot(row["worst"], at, "D", color=color, markersize=6, markerfacecolor="none", markeredgewidth=1.3)
@@ -274,7 +282,7 @@ def calculator_ratios(rows: Sequence[Mapping[str, object]], own: str = "this cou
     ax.axvline(1, color=COLORS["neutral"], linestyle="--", linewidth=1)
     ax.set_xscale("log")
     left, right = ax.get_xlim()
-    ticks = [tick for tick in TICKS if left <= tick <= right]
+    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
     ax.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
     ax.set_yticks(places, labels=labels)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from lablib.view.style import COLORS, figure, note, with_legend
+from lablib.view.style import COLORS, DASHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
 #: Told apart by colour and by dash, in this order.
 _HUES = ("neutral", "backward", "weights", "optimizer", "gradients", "activations")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 
 
 def _power(exponent: float) -> str:
@@ -32,25 +30,12 @@ def format_axis(rows: Mapping[str, tuple[float, float, float, int]], *, ticks: S
         ax.barh(row, top - normal, 0.6, normal, color=solid)
         ax.barh(row, normal - subnormal, 0.6, subnormal, color=light, alpha=0.75)
         note(ax, f"{bits} bits", (top, row), (4, 0), va="center")
-    ax.set_yticks(range(len(rows)), labels=list(rows))
+    name_rows(ax, rows)
     ax.set_xticks(list(ticks), labels=[_power(tick) for tick in ticks])
     ax.set_xlim(min(row[0] for row in rows.values()) - 4, max(row[2] for row in rows.values()) + 50)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
     ax.set_xlabel("magnitude of a number")
     handles = [Patch(color=solid, label="full precision"), Patch(color=light, alpha=0.75, label="subnormals")]
     return with_legend(fig, 2, handles=handles)
-
-
-def bits_kept(powers: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw how many significant bits each format keeps of a number, over its magnitude."""
-    fig, ax = figure(height=3.0)
-    for (name, bits), hue, dash in zip(curves.items(), _HUES[1:], _DASHES, strict=False):
-        ax.step(powers, bits, dash, where="mid", color=COLORS[hue], label=name)
-    ticks = [int(p) for p in powers if int(p) == p and int(p) % 16 == 0]
-    ax.set_xticks(ticks, labels=[_power(tick) for tick in ticks])
-    ax.set(xlabel="magnitude of a number", ylabel="significant bits kept", ylim=(0, None))
-    return with_legend(fig, 4)
 
 
 def gradient_histogram(
@@ -87,10 +72,8 @@ def shares(bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> Figure:
         places = [row + (k - (len(bars) - 1) / 2) * tall for row in range(len(names))]
         color = COLORS[_HUES[k + 1]]
         ax.barh(places, [100 * values[name] for name in names], 0.9 * tall, color=color, label=case)
-    ax.set_yticks(range(len(names)), labels=names)
+    name_rows(ax, names)
     ax.set_xlim(0, 100)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
     ax.set_xlabel(xlabel)
     if len(bars) > 1:
         return with_legend(fig, 2)
@@ -100,7 +83,7 @@ def curves(lines: Mapping[str, Sequence[float]], *, xlabel: str = "step", ylabel
     """Draw runs side by side, over their steps; where a run is lost, a cross marks its last finite value."""
     fig, ax = figure(height=3.1)
     for k, (name, values) in enumerate(lines.items()):
-        style = {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": _DASHES[k - 1]}
+        style = {"linewidth": 4.5, "alpha": 0.6} if k == 0 else {"linewidth": 1.8, "linestyle": DASHES[k - 1]}
         ax.plot(range(len(values)), values, color=COLORS[_HUES[k]], label=name, **style)
         finite = [step for step, value in enumerate(values) if math.isfinite(value)]
         if finite and len(finite) < len(values):
@@ -137,22 +120,17 @@ def sum_errors(
 ) -> Figure:
     """Draw the error of a sum over ranks, measured as points and expected as lines, in percent."""
     fig, ax = figure(height=3.1)
-    for (name, values), hue, dash in zip(measured.items(), _HUES[1:], _DASHES, strict=False):
-        ax.plot(ranks, [100 * e for e in expected[name]], color=COLORS[hue], linestyle=dash, label=name)
+    plot_lines(ax, ranks, {name: expected[name] for name in measured}, _HUES[1:], scale=100)
+    for values, hue in zip(measured.values(), _HUES[1:], strict=False):
         ax.plot(ranks, [100 * e for e in values], "o", color=COLORS[hue])
-    _log_axes(ax, ranks)
-    ax.set(xlabel="ranks", ylabel="error of the sum (%)")
-    return with_legend(fig, 1)
-
-
-def _log_axes(ax: Axes, ranks: Sequence[int]) -> None:
-    ax.set_xscale("log", base=2)
+    doubling_axis(ax, list(ranks))
     ax.set_yscale("log")
-    ax.set_xticks(list(ranks), labels=[str(n) for n in ranks])
-    ax.minorticks_off()
     low, high = ax.get_ylim()
     marks = [m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= m <= high]
     ax.set_yticks(marks, labels=[f"{m:g}" for m in marks])
+    ax.set_yticks([], minor=True)
+    ax.set(xlabel="ranks", ylabel="error of the sum (%)")
+    return with_legend(fig, 1)
 
 
 def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequence[int] = (), start: int = 0) -> Figure:
@@ -160,7 +138,7 @@ def history(lines: Mapping[str, Sequence[float]], *, ylabel: str, marks: Sequenc
     fig, ax = figure(height=3.0)
     for k, (name, values) in enumerate(lines.items()):
         steps = range(start, start + len(values))
-        ax.plot(steps, values, color=COLORS[_HUES[k + 1]], linestyle=_DASHES[k], label=name)
+        ax.plot(steps, values, color=COLORS[_HUES[k + 1]], linestyle=DASHES[k], label=name)
     for step in marks:
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=":")
     ax.set_yscale("log")

@@ -11,37 +11,34 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, figure, name_rows, note, with_legend
+from lablib.view.style import COLORS, DASHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
 #: Which colour a term of `layer_activations` has, and what the legend calls it.
-KINDS = {
+TERM_COLORS = {
     "norms": ("neutral", "norms"),
     "attention": ("activations", "attention"),
     "scores": ("backward", "scores"),
     "mlp": ("forward", "MLP"),
 }
 #: What can become of a block's tensors: colour, fill and words.
-CELLS = {
+FATE_COLORS = {
     "kept": ("activations", 1.0, "kept"),
     "again": ("backward", 0.45, "computed again"),
     "host": ("communication", 0.8, "on the host"),
 }
 _LINES = ("activations", "backward", "forward", "optimizer", "gradients")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def tensor_bars(tensors: Sequence[tuple[str, str, float]], *, xlabel: str, number: str = "{:.0f}") -> Figure:
     """Draw what one block keeps, one bar a tensor, from the first operator to the last."""
     fig, ax = figure(height=1.0 + 0.29 * len(tensors))
     for row, (_, kind, size) in enumerate(tensors):
-        ax.barh(row, size, 0.7, color=COLORS[KINDS[kind][0]])
+        ax.barh(row, size, 0.7, color=COLORS[TERM_COLORS[kind][0]])
         note(ax, number.format(size), (size, row), (3, 0), va="center")
-    ax.set_yticks(range(len(tensors)), labels=[name for name, _, _ in tensors])
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, [name for name, _, _ in tensors])
     ax.set(xlim=(0, 1.15 * max(size for _, _, size in tensors)), xlabel=xlabel)
     used = {kind for _, kind, _ in tensors}
-    handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in KINDS.items() if kind in used]
+    handles = [Patch(color=COLORS[role], label=label) for kind, (role, label) in TERM_COLORS.items() if kind in used]
     return with_legend(fig, 4, handles=handles)
 
 
@@ -50,7 +47,7 @@ def kept_over_time(
 ) -> Figure:
     """Draw how much is kept after each block's run, forward and then backward; runs again count as runs."""
     fig, ax = figure(height=3.5)
-    for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
+    for (name, values), role, dash in zip(lines.items(), _LINES, DASHES, strict=False):
         ax.step(range(len(values)), values, where="post", color=COLORS[role], linestyle=dash, label=name)
     ax.axvline(forward, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
     top = 1.2 * max(max(values) for values in lines.values())
@@ -69,7 +66,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
         ax.text(-0.5, -row + 0.33, name, ha="right", va="center", fontsize=10)
         for block, fate in enumerate(cells):
             for place, part in enumerate(parts):
-                role, alpha, _ = CELLS[fate[part]]
+                role, alpha, _ = FATE_COLORS[fate[part]]
                 face = "none" if fate[part] == "again" else COLORS[role]
                 ax.add_patch(
                     Rectangle(
@@ -96,7 +93,7 @@ def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequ
             linestyle="--" if key == "again" else "-",
             label=label,
         )
-        for key, (role, _, label) in CELLS.items()
+        for key, (role, _, label) in FATE_COLORS.items()
         if key in used
     ]
     return with_legend(fig, 3, handles=handles)
@@ -158,14 +155,12 @@ def frontier_plot(
 def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw the peak against the blocks in a segment, one line a model, with a mark at each line's least value."""
     fig, ax = figure(height=3.4)
-    for (name, values), role, dash in zip(peaks.items(), _LINES, _DASHES, strict=False):
-        ax.plot(lengths, values, linestyle=dash, color=COLORS[role], label=name)
+    plot_lines(ax, lengths, peaks, _LINES)
+    for values, role in zip(peaks.values(), _LINES, strict=False):
         least = min(range(len(values)), key=values.__getitem__)
         ax.plot(lengths[least], values[least], "o", color=COLORS[role], markersize=7)
-    ax.set_xscale("log", base=2)
+    doubling_axis(ax, [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= lengths[-1]])
     ax.set_yscale("log")
-    ticks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= lengths[-1]]
-    ax.set_xticks(ticks, labels=[str(k) for k in ticks])
     low, high = ax.get_ylim()
     rungs = [base * 10**power for power in range(-3, 7) for base in (1, 2, 5)]
     inside = [rung for rung in rungs if low <= rung <= high]

@@ -1,4 +1,4 @@
-"""Pictures of a run: what every rank did, restarts, checkpoints, scaling, and the page of a scaling report.
+"""Pictures of a run: what each lane (a rank, a link, a stage) did and when, checkpoints, scaling, and a report's page.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
@@ -7,15 +7,68 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, note, with_legend
-from lablib.view.timeline import Span
+from lablib.view.style import COLORS, DASHES, HATCHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
-#: One colour and one dash for each line that shares a picture with others.
+#: One colour for each line that shares a picture with others.
 _HUES = ("forward", "backward", "optimizer", "gradients", "activations", "communication")
-_DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 1)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """One bar of a timeline.
+
+    Attributes:
+        lane: The row it is drawn in.
+        role: Its colour, a key of `lablib.view.style.COLORS`.
+        start: Time at its left end, in the unit of the axis.
+        end: Time at its right end.
+        label: Text inside the bar; left out where the bar is too short for it.
+    """
+
+    lane: str
+    role: str
+    start: float
+    end: float
+    label: str = ""
+
+
+def _draw(ax: Axes, spans: Sequence[Span], lanes: Sequence[str], longest: float) -> None:
+    for span in spans:
+        row = len(lanes) - 1 - lanes.index(span.lane)
+        width = span.end - span.start
+        hatch = HATCHES.get(span.role)
+        # A white edge keeps neighbours apart; the hatch says "communication" without hue.
+        ax.barh(row, width, 0.72, span.start, color=COLORS[span.role], edgecolor="white", hatch=hatch)
+        if span.label and width > 0.035 * len(span.label) * longest:
+            middle = span.start + width / 2
+            # The plate keeps the hatch out of the text.
+            plate = {"facecolor": COLORS[span.role], "edgecolor": "none", "pad": 1.2}
+            ax.text(middle, row, span.label, ha="center", va="center", color="white", fontsize=9, bbox=plate)
+    ax.set_yticks(range(len(lanes)), labels=list(reversed(lanes)))
+    ax.set_ylim(-0.55, len(lanes) - 0.45)
+    ax.grid(axis="y", visible=False)
+
+
+def timeline(panels: Mapping[str, Sequence[Span]], *, unit: str = "ms", height: float | None = None) -> Figure:
+    """Draw one panel per case over a common time axis."""
+    if not panels or not all(panels.values()):
+        raise ValueError("a timeline needs at least one panel, and a span in each")
+    lanes = {title: list(dict.fromkeys(span.lane for span in spans)) for title, spans in panels.items()}
+    rows = [len(names) for names in lanes.values()]
+    height = height or 0.6 + sum(0.34 * count + 0.42 for count in rows)
+    fig, axes = figure(height=height, nrows=len(panels), sharex=True, squeeze=False, height_ratios=rows)
+    longest = max(span.end for spans in panels.values() for span in spans)
+    for ax, (title, spans) in zip(axes[:, 0], panels.items(), strict=True):
+        _draw(ax, spans, lanes[title], longest)
+        ax.set_title(title, loc="left", fontsize=10)
+    axes[-1, 0].set_xlim(0, longest * 1.01)
+    axes[-1, 0].set_xlabel(f"time ({unit})")
+    return fig
 
 
 def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms") -> Figure:
@@ -65,7 +118,7 @@ def loss_curves(
     for number, (name, points) in enumerate(runs.items()):
         steps, losses = zip(*points, strict=True)
         look = {"linewidth": 6.0, "alpha": 0.4} if number == 0 else {"linewidth": 1.6}
-        ax.plot(steps, losses, color=COLORS[_HUES[number]], linestyle=_DASHES[max(0, number - 1)], label=name, **look)
+        ax.plot(steps, losses, color=COLORS[_HUES[number]], linestyle=DASHES[max(0, number - 1)], label=name, **look)
     top = max(loss for points in runs.values() for _, loss in points)
     for text, step in marks.items():
         ax.axvline(step, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
@@ -137,12 +190,9 @@ def curves(
 ) -> Figure:
     """Draw several lines over a quantity that grows by factors, such as a batch."""
     fig, ax = figure(height=3.3)
-    for (name, values), role, dash in zip(lines.items(), _HUES, _DASHES, strict=False):
-        ax.plot(xs, values, color=COLORS[role], linestyle=dash, label=name)
-    ax.set_xscale("log", base=2)
-    step = max(1, len(xs) // 6)
-    ax.set_xticks(xs[::step], labels=[_short(x) for x in xs[::step]])
-    ax.set_xticks([], minor=True)
+    plot_lines(ax, xs, lines, _HUES)
+    ticks = xs[:: max(1, len(xs) // 6)]
+    doubling_axis(ax, ticks, [_short(x) for x in ticks])
     if "y" in log:
         ax.set_yscale("log")
     elif bottom is not None:
@@ -170,10 +220,9 @@ def speedup_curves(ranks: Sequence[int], speedups: Mapping[str, Sequence[float]]
     for role, (text, values) in zip(roles, speedups.items(), strict=False):
         ax.plot(ranks, values, color=COLORS[role])
         note(ax, text, (ranks[-1], values[-1]), (5, -5), color=COLORS[role])
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
     ticks = [rank for rank in ranks if rank & (rank - 1) == 0][::2]
-    ax.set_xticks(ticks, labels=[f"{rank}" for rank in ticks])
+    doubling_axis(ax, ticks)
+    ax.set_yscale("log", base=2)
     ax.set_yticks(ticks, labels=[f"{rank}" for rank in ticks])
     ax.set(xlabel="ranks", ylabel="speedup")
     # Room for the names at the right end.
@@ -198,7 +247,7 @@ def cost_curves(
 
 
 #: Part of the loss to its colour and, beside colour, its hatch.
-PARTS = {
+LOSS_PARTS = {
     "communication": ("communication", "///"),
     "imbalance": ("idle", "..."),
     "bubble": ("neutral", "xx"),
@@ -244,7 +293,7 @@ def loss_shares(rows: Sequence[Mapping[str, object]]) -> Figure:
         ax.barh(place, kept, 0.55, color=COLORS["optimizer"], label="kept" if place == 0 else None)
         left = kept
         for part, share in row["loss"].items():
-            role, hatch = PARTS[part]
+            role, hatch = LOSS_PARTS[part]
             width = 100 * max(0.0, share)
             ax.barh(
                 place, width, 0.55, left, color=COLORS[role], hatch=hatch, edgecolor="white",

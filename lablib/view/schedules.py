@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, figure, note, with_legend
+from lablib.view.style import COLORS, DASHES, doubling_axis, figure, note, plot_lines, with_legend
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
-KINDS = {
+ACTION_COLORS = {
     "F": ("forward", COLORS["forward"]),
     "B": ("backward", COLORS["backward"]),
     "I": ("backward: input", COLORS["activations"]),
@@ -89,7 +89,7 @@ def pipeline(
     axes[-1, 0].set_xlim(0, longest)
     axes[-1, 0].set_xlabel(f"time ({unit})")
     kinds = {part.kind for events in drawn.values() for event in events for part in event.action.parts}
-    handles = [Patch(color=color, label=label) for kind, (label, color) in KINDS.items() if kind in kinds]
+    handles = [Patch(color=color, label=label) for kind, (label, color) in ACTION_COLORS.items() if kind in kinds]
     if any(sent.values()):
         handles.append(Line2D([], [], color=COLORS["communication"], label="communication"))
     handles.append(Patch(color=COLORS["idle"], alpha=0.35, label="idle"))
@@ -107,7 +107,7 @@ def _panel(ax: Axes, events: Sequence[Event], ranks: int, longest: float) -> Non
         for bar in bars:
             alike.setdefault((bar.action.kind, bar.action.stage, bar.box), []).append(bar)
         for (kind, stage, box), some in sorted(alike.items()):
-            color = _darker(KINDS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
+            color = _darker(ACTION_COLORS[kind][1], stages.index(stage) / max(1, len(stages) - 1))
             times = [(bar.start, bar.width) for bar in some]
             ax.broken_barh(times, box, facecolor=color, edgecolor="white", linewidth=0.4)
         for bar in bars:
@@ -142,7 +142,7 @@ def _darker(color: str, depth: float) -> tuple[float, ...]:
     return tuple(channel * (1 - 0.35 * depth) for channel in to_rgb(color))
 
 
-_LINES = (("forward", "-"), ("backward", "--"), ("optimizer", "-."), ("gradients", ":"))
+_LINES = ("forward", "backward", "optimizer", "gradients")
 _HALF = 0.4
 
 
@@ -180,28 +180,23 @@ def held_over_time(
     """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank."""
     fig, axes = figure(height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
     for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
-        for rank, (points, (role, dash)) in enumerate(zip(ranks, _LINES, strict=False)):
+        for rank, (points, (role, dash)) in enumerate(zip(ranks, zip(_LINES, DASHES, strict=False), strict=False)):
             times, counts = zip(*points, strict=True)
-            ax.step(times, counts, dash, where="post", color=COLORS[role], label=f"rank {rank}")
+            ax.step(times, counts, linestyle=dash, where="post", color=COLORS[role], label=f"rank {rank}")
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 4, 5, 10]))
         ax.set_ylabel("held")
     axes[-1, 0].set_xlabel(f"time ({unit})")
-    handles = [
-        Line2D([], [], color=COLORS[role], linestyle=dash, label=f"rank {rank}")
-        for rank, (role, dash) in enumerate(_LINES[: max(map(len, panels.values()))])
-    ]
-    return with_legend(fig, 4, handles=handles)
+    fullest = max(range(len(panels)), key=lambda i: len(list(panels.values())[i]))
+    return with_legend(fig, 4, handles=axes[fullest, 0].lines)
 
 
 def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:
     """Draw a bubble over the number of micro-batches, one line a pipeline."""
     fig, ax = figure(height=3.2)
-    for (name, values), (role, dash) in zip(bubbles.items(), _LINES, strict=False):
-        ax.plot(microbatches, values, dash, color=COLORS[role], label=name)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(microbatches[::2], labels=[f"{m}" for m in microbatches[::2]])
+    plot_lines(ax, microbatches, bubbles, _LINES)
+    doubling_axis(ax, microbatches[::2])
     ax.set_ylim(0, None)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.set(xlabel="micro-batches m", ylabel=what)

@@ -10,12 +10,13 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 #: One colour for one thing, in the whole book.
 #: Hues follow Okabe and Ito's palette, darkened or lightened to keep 3:1 contrast on white and on near-black.
@@ -33,6 +34,9 @@ COLORS = {
 
 #: A second sign beside colour for what is often drawn next to something similar.
 HATCHES = {"communication": "///", "idle": "..."}
+
+#: Lines that share a picture are told apart by their dashes, too.
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 # Sentinel colours: matplotlib wants real ones, the SVG gets the page's.
 _TEXT, _GRID = "#010203", "#040506"
@@ -83,6 +87,33 @@ def figure(width: float = 5.2, height: float = 3.0, **subplots: object) -> tuple
 def note(ax: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: object) -> None:
     """Write a small text at a place, moved by some points."""
     ax.annotate(text, at, offset, textcoords="offset points", fontsize=9, **look)
+
+
+def plot_lines(
+    ax: Axes,
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    roles: Sequence[str],
+    *,
+    scale: float = 1.0,
+    **look: object,
+) -> None:
+    """Draw a line for each name, in the colours of `roles` and in `DASHES`, its values times `scale`."""
+    for (name, values), role, dash in zip(lines.items(), roles, DASHES, strict=False):
+        ax.plot(x, [scale * value for value in values], linestyle=dash, color=COLORS[role], label=name, **look)
+
+
+def doubling_axis(ax: Axes, ticks: Sequence[float], labels: Sequence[str] | None = None) -> None:
+    """Make the horizontal axis one of doublings, with a tick at each of these places and nowhere else."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks] if labels is None else labels)
+    ax.set_xticks([], minor=True)
+
+
+def cell(ax: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
+    """Draw a box from its lower left corner, with a white text in its middle."""
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=color))
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=9)
 
 
 def name_rows(ax: Axes, names: Collection[str]) -> None:

@@ -288,10 +288,10 @@ class HookedDDP(OverlappedDDP):
         super().__init__(module, **options)
         self.hook = hook
 
-    def _put(self, p: torch.nn.Parameter) -> None:
+    def _mark_ready(self, p: torch.nn.Parameter) -> None:
         torch.mul(p.grad, 1 / self.world_size, out=self.views[p])
         p.grad = self.views[p]
-        self.missing[self.home[p]].remove(p)
+        self.missing[self.bucket_index[p]].remove(p)
         while (index := len(self.futures)) < len(
             self.buckets
         ) and not self.missing[index]:

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         labs/scripts/train_resilient.py runs/a '{"model": "tiny", "steps": 30}' --save-every 10
 
-`--kill 1:15` ends rank 1 with SIGKILL after step 15, once. Exit codes: see `lablib.launch.training.resilience`.
+`--kill 1:15` ends rank 1 with SIGKILL after step 15, once. Exit codes: see `lablib.launch.training.callbacks`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.units import parse_bandwidth
-from lablib.launch.runs import agent_command, like_a_new_process
+from lablib.launch.runs import agent_command, reset_process
 
 _GRACE_S = 1.0  # after the first failure: time for the other hosts to say what they saw
 _TAIL = 15  # lines of output shown with a failure
@@ -520,5 +520,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    like_a_new_process()
+    reset_process()
     main(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lablib.launch.gpu_step import Job, Settings, fitting, weighed_steps
+from lablib.launch.gpu_step import Job, Settings, measure_steps, steps_that_fit
 from tests.evidence.cases import Case
 from tests.evidence.grid import grid, held_out
 from tests.evidence.oracles import Master, build_model, make_optimizer
@@ -30,7 +30,9 @@ def on_one_gpu(case: Case) -> bool:
 
 def gpu_cases(memory_bytes: int) -> list[Case]:
     cases = {case.name: case for case in (*NAMED, *grid(), *held_out()) if on_one_gpu(case)}
-    return [cases[name] for name in fitting({name: settings(case) for name, case in cases.items()}, memory_bytes)]
+    return [
+        cases[name] for name in steps_that_fit({name: settings(case) for name, case in cases.items()}, memory_bytes)
+    ]
 
 
 def settings(case: Case) -> Settings:
@@ -55,4 +57,4 @@ def gpu_job(case: Case) -> Job:
 
 
 def weighed_cases(cases: list[Case], say: Callable[[str], None] = print) -> list[dict]:
-    return weighed_steps({case.name: (settings(case), lambda case=case: gpu_job(case)) for case in cases}, say=say)
+    return measure_steps({case.name: (settings(case), lambda case=case: gpu_job(case)) for case in cases}, say=say)

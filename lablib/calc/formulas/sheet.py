@@ -485,7 +485,7 @@ FORMULAS = (
         called={"T": "few"}),
     Formula("eq-13-balance", "Balance loss",
         "f_i: share of the choices that fell on expert i; P_i: its mean score",
-        "lablib.toys.expert_parallel.balance.load_balancing_loss",
+        "lablib.toys.expert_parallel.router.load_balancing_loss",
         "1 if the choice is even, {E} if all want one of {E} experts"),
     Formula("eq-13-sent", "Values that a rank sends to experts, a layer",
         "T: tokens of a rank; k: experts of a token (two in the example); e: ep ranks (8); forward and backward",

@@ -169,61 +169,27 @@ def gathered_timeline(
 
 
 def peak_unsharded_bytes(
-    units: Sequence[Unit | int],
-    shards: int,
-    *,
-    reshard: bool | int = True,
-    root_reshard: bool | int = False,
-    prefetch: int | None = None,
-    param_bytes: int = 4,
-    buffers: bool = True,
-    torch: str = PINNED,
+    units: Sequence[Unit | int], shards: int, *, buffers: bool = True, **options: bool | int | str | None
 ) -> int:
     """Return the most bytes of gathered parameters that a rank holds at a time, besides its shards.
 
     Args:
         buffers: Count the buffers of all-gathers, and parts kept after forward, too.
+        **options: Of `gathered_timeline`.
     """
-    states = gathered_timeline(
-        units,
-        shards,
-        reshard=reshard,
-        root_reshard=root_reshard,
-        prefetch=prefetch,
-        param_bytes=param_bytes,
-        torch=torch,
-    )
+    states = gathered_timeline(units, shards, **options)
     return max((state.total if buffers else state.params for state in states), default=0)
 
 
-def peak_held_bytes(
-    units: Sequence[Unit | int],
-    shards: int,
-    *,
-    reshard: bool | int = True,
-    root_reshard: bool | int = False,
-    prefetch: int | None = None,
-    param_bytes: int = 4,
-    reduce_bytes: int = 4,
-    scatter_buffers: int = 1,
-    torch: str = PINNED,
-) -> int:
+def peak_held_bytes(units: Sequence[Unit | int], shards: int, **options: bool | int | str | None) -> int:
     """Return the most bytes that a rank holds unsharded at a time: parameters, gradients, and buffers of both.
 
-    `peak_unsharded_bytes` counts the side of the parameters alone. See `gathered_timeline` for the arguments.
+    `peak_unsharded_bytes` counts the side of the parameters alone.
+
+    Args:
+        **options: Of `gathered_timeline`.
     """
-    states = gathered_timeline(
-        units,
-        shards,
-        reshard=reshard,
-        root_reshard=root_reshard,
-        prefetch=prefetch,
-        param_bytes=param_bytes,
-        reduce_bytes=reduce_bytes,
-        scatter_buffers=scatter_buffers,
-        torch=torch,
-    )
-    return max((state.held for state in states), default=0)
+    return max((state.held for state in gathered_timeline(units, shards, **options)), default=0)
 
 
 class _Walk:

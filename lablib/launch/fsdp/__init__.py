@@ -1,9 +1,9 @@
 """FSDP2 on real models: wrap, shard, check, save.
 
-    sharding     `shard(model, ...)`: fully_shard with its options, and a report
-    wrapping     which modules become units
-    memory       models born on the meta device, and the memory that PyTorch's own tracker predicts
-    checkpoint   distributed checkpoints, and a model as one safetensors file
+    sharding      `shard(model, ...)`: fully_shard with its options, and a report
+    wrapping      which modules become units
+    meta_device   models born on the meta device, and the memory that PyTorch's own tracker predicts
+    checkpoint    distributed checkpoints, and a model as one safetensors file
 
 Read `sharding` first. Chapters 06 and 11.
 """
@@ -20,12 +20,12 @@ from lablib.launch.fsdp.checkpoint import (
     verify_checkpoint,
     write_safetensors_file,
 )
-from lablib.launch.fsdp.memory import KINDS, forecast, init_transformer, materialize
+from lablib.launch.fsdp.meta_device import TRACKED_KINDS, forecast, init_transformer, materialize
 from lablib.launch.fsdp.sharding import clip_grad_norm, full_state_dict, make_mesh, no_sync, shard
 from lablib.launch.fsdp.wrapping import calc_units, tied_parameters, wrap_units
 
 __all__ = [
-    "KINDS",
+    "TRACKED_KINDS",
     "Progress",
     "Saving",
     "calc_units",

@@ -4,10 +4,6 @@
     print(report)
     optimizer = torch.optim.AdamW(model.parameters())       # after sharding: it must see the shards
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) keeps every parameter as a DTensor split along its first dim. A forward
-hook gathers the parameters of a unit before it runs, another frees them; in backward the same, and the gradients
-are reduce-scattered. The module stays the same object with the same parameter names.
-
 What is applied to a block has an order, from the inside to the outside: recompute, compile, fully_shard. So the
 compiler gets a block without FSDP's hooks; rung 07 runs the other orders and says what each one costs.
 
@@ -139,9 +135,9 @@ class ShardReport:
             "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time, "
             f"{format_bytes(self.peak_held_bytes(), 'MB')} with gradients and all buffers",
         }
-        said = [*(f"{name}: {text}" for name, text in facts.items()), *self.notes]
+        lines = [*(f"{name}: {text}" for name, text in facts.items()), *self.notes]
         # A page's column has some 72 characters.
-        return "\n".join([*table, *(textwrap.fill(text, 72, subsequent_indent="  ") for text in said)])
+        return "\n".join([*table, *(textwrap.fill(text, 72, subsequent_indent="  ") for text in lines)])
 
 
 def _kept(reshard: bool | int) -> str:
@@ -396,13 +392,13 @@ def _root(model: nn.Module) -> FSDPModule:
 
 
 def _warnings(model: nn.Module, wrap: Rule, policy: MixedPrecisionPolicy, offload: bool) -> list[str]:
-    said = {
+    notes = {
         "linear layers return views: an in-place operation on one would skip its gather in backward": wrap == "linear",
         "on the meta device: call materialize before the first step": next(model.parameters()).is_meta,
         "fp16: scale the loss, or small gradients become zero": policy.param_dtype == torch.float16,
         "offloaded: the optimizer runs on the CPU": offload,
     }
-    return [text for text, holds in said.items() if holds]
+    return [text for text, holds in notes.items() if holds]
 
 
 def _prefetch(model: nn.Module, names: list[str], ahead: int) -> None:

@@ -34,8 +34,8 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 RANKS = 4
 VERDICTS = ("right", "refused", "silently wrong", "wasteful", "no difference")
-RATE = 0.1  # of plain SGD
-SAME = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
+LEARNING_RATE = 0.1  # of plain SGD
+TOLERANCE = 1e-5  # losses near 4 in fp32: two correct ways differ by some 1e-6, one SGD step changes 1e-2 and more
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Bench:
         self.all_tokens = tokens = torch.randint(0, config.vocab, (4, 9))
         self.tokens = tokens.chunk(2)[self.mesh["dp"].get_local_rank()]
         alone = self.model()
-        optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=LEARNING_RATE)
         loss = mean_loss(alone(tokens[:, :-1]), tokens)
         loss.backward()
         self.before = loss.item()
@@ -97,7 +97,7 @@ class Bench:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, replicas: bool = True
     ) -> tuple[float, dict[str, int]]:
         """Take one step; return the loss of all tokens after it, and the calls of forward and backward."""
-        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, foreach=False)
         with record_comms() as log:
             self.loss(model, replicas=replicas).backward()
         optimizer.step()
@@ -125,7 +125,7 @@ class Bench:
         return DistributedDataParallel(model, process_group=self.mesh["dp"].get_group())
 
 
-Found = tuple[str, str, dict[str, float], int]  # verdict, what was seen, numbers, warnings
+Result = tuple[str, str, dict[str, float]]  # verdict, what was seen, the numbers behind it
 
 
 @dataclass(frozen=True)
@@ -133,70 +133,112 @@ class Case:
     """One order."""
 
     order: tuple[str, ...]  # what is applied, in this order
-    # does it; gets the bench, returns verdict, sentence and numbers
-    run: Callable[[Bench], tuple[str, str, dict[str, float]]]
-    fix: str = ""  # what to do
+    run: Callable[[Bench], Result]  # does it
+    fix: str  # what to do
 
 
-def _in_order(bench: Bench) -> tuple[str, str, dict[str, float]]:
+CASES: dict[str, Case] = {}
+
+
+def _case(*order: str, fix: str = "") -> Callable[[Callable[[Bench], Result]], Callable[[Bench], Result]]:
+    """Put a function into `CASES`, by its name."""
+
+    def register(run: Callable[[Bench], Result]) -> Callable[[Bench], Result]:
+        CASES[run.__name__.removeprefix("_").replace("_", "-")] = Case(order, run, fix)
+        return run
+
+    return register
+
+
+def _by_loss(bench: Bench, loss: float) -> Result:
+    numbers = {"loss": loss, "before": bench.before, "right": bench.after}
+    seen = f"Loss {loss:.4f} after a step; one process goes from {bench.before:.4f} to {bench.after:.4f}."
+    return ("no difference" if abs(loss - bench.after) < TOLERANCE else "silently wrong"), seen, numbers
+
+
+def _by_held(bench: Bench, model: nn.Module, *, replicas: bool = True) -> Result:
+    """For an order in which the plan finds no block: how much a rank still holds of them."""
+    held = bench.local(model)
+    loss, _ = bench.train(model, replicas=replicas)
+    right = abs(loss - bench.after) < TOLERANCE
+    numbers = {"held": float(held), "whole": float(bench.blocks), "loss": loss, "right": bench.after}
+    seen = (
+        f"A rank holds {held:,} of the {bench.blocks:,} parameters of the blocks, and the loss after a step, {loss:.4f}, "
+        f"is {'right: nothing but warnings tells' if right else f'not {bench.after:.4f}'}."
+    )
+    return ("silently wrong" if held == bench.blocks else "no difference"), seen, numbers
+
+
+@_case("tp", "recompute", "compile", "FSDP", "optimizer")
+def _right(bench: Bench) -> Result:
     model = bench.model()
     apply_in_order(model, bench.mesh, recompute=True, compile_backend="eager")
     loss, _ = bench.train(model)
     off = abs(loss - bench.after)
     numbers = {"loss": loss, "right": bench.after, "off": off}
-    if off >= SAME:
+    if off >= TOLERANCE:
         return "silently wrong", f"Loss {loss:.4f} after a step; one process has {bench.after:.4f}.", numbers
     return "right", f"Loss {loss:.4f} after a step, as in one process.", numbers
 
 
-def _fsdp_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
-    return _untrue(bench, bench.tp(bench.fsdp(bench.model())))
+@_case("FSDP", "tp", fix="tp first: FSDP shards DTensors, tp does not split shards.")
+def _fsdp_tp(bench: Bench) -> Result:
+    return _by_loss(bench, bench.train(bench.tp(bench.fsdp(bench.model())))[0])
 
 
-def _tp_then_ddp(bench: Bench) -> tuple[str, str, dict[str, float]]:
-    return _untrue(bench, bench.ddp(bench.tp(bench.model())))
+@_case("tp", "DDP", fix="FSDP in place of DDP: it takes DTensors.")
+def _tp_ddp(bench: Bench) -> Result:
+    return _by_loss(bench, bench.train(bench.ddp(bench.tp(bench.model())))[0])
 
 
-def _fsdp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
-    first, last = split_stages(bench.fsdp(bench.model()), 2)
-    return _untrue(bench, nn.Sequential(first, last))
-
-
-def _root_first(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("FSDP of the model", "FSDP of its blocks", fix="Blocks first, the model last.")
+def _root_blocks(bench: Bench) -> Result:
     model = bench.model()
     fully_shard(model, mesh=bench.mesh["dp"])
-    return _untrue(bench, bench.fsdp(model))
+    return _by_loss(bench, bench.train(bench.fsdp(model))[0])
 
 
-def _wrapper_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("FSDP", "stages", fix="Cut stages first: what is gathered by the root's forward must have a root that runs.")
+def _fsdp_stages(bench: Bench) -> Result:
+    first, last = split_stages(bench.fsdp(bench.model()), 2)
+    return _by_loss(bench, bench.train(nn.Sequential(first, last))[0])
+
+
+@_case("recompute", "tp", fix="tp first: the wrapper changes the names that the plan looks for.")
+def _recompute_tp(bench: Bench) -> Result:
     model = bench.model()
     wrap_blocks(model, checkpoint_wrapper)
-    return _split(bench, bench.tp(model), replicas=False)
+    return _by_held(bench, bench.tp(model), replicas=False)
 
 
-def _compile_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("compile", "tp", fix="tp first: the compiled module has other names too; read the warnings.")
+def _compile_tp(bench: Bench) -> Result:
     model = bench.model()
     wrap_blocks(model, lambda block: torch.compile(block, backend="eager"))
-    return _split(bench, bench.tp(model), replicas=False)
+    return _by_held(bench, bench.tp(model), replicas=False)
 
 
-def _ddp_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
-    return _split(bench, bench.tp(bench.ddp(bench.model())))
+@_case("DDP", "tp", fix="tp first, with FSDP: DDP's wrapper changes the names too.")
+def _ddp_tp(bench: Bench) -> Result:
+    return _by_held(bench, bench.tp(bench.ddp(bench.model())))
 
 
-def _optimizer_then_fsdp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("optimizer", "FSDP", fix="The optimizer last: it holds parameters that the model no longer has.")
+def _optimizer_fsdp(bench: Bench) -> Result:
     model = bench.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return _by_loss(bench, bench.train(bench.fsdp(model), optimizer)[0])
 
 
-def _optimizer_then_tp(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("optimizer", "tp", fix="The optimizer last: it still trains what tp left alone, and nothing else.")
+def _optimizer_tp(bench: Bench) -> Result:
     model = bench.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     return _by_loss(bench, bench.train(bench.tp(model), optimizer, replicas=False)[0])
 
 
-def _ddp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("DDP", "stages", fix="Cut stages first, and wrap each: DDP prepares its hooks in its own forward.")
+def _ddp_stages(bench: Bench) -> Result:
     model = bench.model()
     bench.ddp(model)  # its hooks are there, but its forward never runs
     model = nn.Sequential(*split_stages(model, 2))
@@ -208,10 +250,11 @@ def _ddp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
     apart = (grad - mean / 2).abs().max().item() / grad.abs().max().item()
     numbers = {"apart": apart, "all_reduces": float(log.calls["all_reduce"])}
     seen = f"Backward reduces nothing: gradients of the head are {apart:.0%} of their largest value off the mean."
-    return ("silently wrong" if apart > SAME else "no difference"), seen, numbers
+    return ("silently wrong" if apart > TOLERANCE else "no difference"), seen, numbers
 
 
-def _tp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("tp", "stages", fix="Cut stages first.")
+def _tp_stages(bench: Bench) -> Result:
     model, stage = bench.model(), split_stages(bench.model(), 2)[bench.mesh["dp"].get_local_rank()]
     with record_comms() as all_layers:
         bench.tp(model)
@@ -226,13 +269,14 @@ def _tp_then_stages(bench: Bench) -> tuple[str, str, dict[str, float]]:
     return ("wasteful" if much > little else "no difference"), seen, numbers
 
 
-def _fsdp_then_recompute(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case("FSDP", "recompute", fix="The usual order all the same: FSDP1 gathered once more here.")
+def _fsdp_recompute(bench: Bench) -> Result:
     other, usual = bench.fsdp(bench.model()), bench.model()
     wrap_blocks(other, checkpoint_wrapper)
     wrap_blocks(usual, checkpoint_wrapper)
     (loss, calls), (_, expected) = bench.train(other), bench.train(bench.fsdp(usual))
     numbers = {"all_gathers": float(calls["all_gather"]), "usual_all_gathers": float(expected["all_gather"])}
-    same = abs(loss - bench.after) < SAME and calls == expected
+    same = abs(loss - bench.after) < TOLERANCE and calls == expected
     seen = (
         f"Loss {loss:.4f} after a step, as in one process, and {calls['all_gather']} all-gathers in a step against "
         f"{expected['all_gather']} in the usual order."
@@ -240,87 +284,37 @@ def _fsdp_then_recompute(bench: Bench) -> tuple[str, str, dict[str, float]]:
     return ("no difference" if same else "wasteful"), seen, numbers
 
 
-def _optimizer_clips(bench: Bench) -> tuple[str, str, dict[str, float]]:
+@_case(
+    "tp of some layers",
+    "FSDP",
+    "clip",
+    fix="Norms (the layers) have no place on the tp mesh: add up the squares mesh by mesh.",
+)
+def _clip(bench: Bench) -> Result:
     model = bench.fsdp(bench.tp(bench.model()))
     bench.loss(model).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return "no difference", f"The norm is {norm}.", {}
 
 
-def _clip_by_mesh(bench: Bench) -> tuple[str, str, dict[str, float]]:
-    model, most = bench.fsdp(bench.tp(bench.model())), bench.norm / 2
+@_case("tp of some layers", "FSDP", "clip mesh by mesh")
+def _clip_by_mesh(bench: Bench) -> Result:
+    model, max_norm = bench.fsdp(bench.tp(bench.model())), bench.norm / 2
     bench.loss(model).backward()
-    norm = clip_grad_norm(model.parameters(), most)
+    norm = clip_grad_norm(model.parameters(), max_norm)
     clipped = clip_grad_norm(model.parameters(), float("inf"))
-    right = abs(norm - bench.norm) < SAME * bench.norm and abs(clipped - most) < SAME * most
+    right = abs(norm - bench.norm) < TOLERANCE * bench.norm and abs(clipped - max_norm) < TOLERANCE * max_norm
     seen = f"Norm {norm:.5f}; one process has {bench.norm:.5f}."
-    return (("right" if right else "silently wrong"), seen, {"norm": norm, "right": bench.norm, "clipped": clipped})
+    return ("right" if right else "silently wrong"), seen, {"norm": norm, "right": bench.norm, "clipped": clipped}
 
 
-def _untrue(bench: Bench, model: nn.Module) -> tuple[str, str, dict[str, float]]:
-    """For an order that PyTorch refuses, here at the latest: if it does not, say what it trained."""
-    return _by_loss(bench, bench.train(model)[0])
-
-
-def _by_loss(bench: Bench, loss: float) -> tuple[str, str, dict[str, float]]:
-    numbers = {"loss": loss, "before": bench.before, "right": bench.after}
-    seen = f"Loss {loss:.4f} after a step; one process goes from {bench.before:.4f} to {bench.after:.4f}."
-    return ("no difference" if abs(loss - bench.after) < SAME else "silently wrong"), seen, numbers
-
-
-def _split(bench: Bench, model: nn.Module, *, replicas: bool = True) -> tuple[str, str, dict[str, float]]:
-    """For an order in which the plan finds no block: how much a rank still holds of them."""
-    held = bench.local(model)
-    loss, _ = bench.train(model, replicas=replicas)
-    right = abs(loss - bench.after) < SAME
-    numbers = {"held": float(held), "whole": float(bench.blocks), "loss": loss, "right": bench.after}
-    seen = (
-        f"A rank holds {held:,} of the {bench.blocks:,} parameters of the blocks, and the loss after a step, {loss:.4f}, "
-        f"is {'right: nothing but warnings tells' if right else f'not {bench.after:.4f}'}."
-    )
-    return ("silently wrong" if held == bench.blocks else "no difference"), seen, numbers
-
-
-CASES: dict[str, Case] = {
-    "right": Case(("tp", "recompute", "compile", "FSDP", "optimizer"), _in_order),
-    "fsdp-tp": Case(("FSDP", "tp"), _fsdp_then_tp, "tp first: FSDP shards DTensors, tp does not split shards."),
-    "tp-ddp": Case(("tp", "DDP"), _tp_then_ddp, "FSDP in place of DDP: it takes DTensors."),
-    "root-blocks": Case(("FSDP of the model", "FSDP of its blocks"), _root_first, "Blocks first, the model last."),
-    "fsdp-stages": Case(
-        ("FSDP", "stages"), _fsdp_then_stages, "Cut stages first: what is gathered by the root's forward must have a root that runs."
-    ),
-    "recompute-tp": Case(
-        ("recompute", "tp"), _wrapper_then_tp, "tp first: the wrapper changes the names that the plan looks for."
-    ),
-    "compile-tp": Case(
-        ("compile", "tp"), _compile_then_tp, "tp first: the compiled module has other names too; read the warnings."
-    ),
-    "ddp-tp": Case(("DDP", "tp"), _ddp_then_tp, "tp first, with FSDP: DDP's wrapper changes the names too."),
-    "optimizer-fsdp": Case(
-        ("optimizer", "FSDP"), _optimizer_then_fsdp, "The optimizer last: it holds parameters that the model no longer has."
-    ),
-    "optimizer-tp": Case(
-        ("optimizer", "tp"), _optimizer_then_tp, "The optimizer last: it still trains what tp left alone, and nothing else."
-    ),
-    "ddp-stages": Case(
-        ("DDP", "stages"), _ddp_then_stages, "Cut stages first, and wrap each: DDP prepares its hooks in its own forward."
-    ),
-    "tp-stages": Case(("tp", "stages"), _tp_then_stages, "Cut stages first."),
-    "fsdp-recompute": Case(("FSDP", "recompute"), _fsdp_then_recompute, "The usual order all the same: FSDP1 gathered once more here."),
-    "clip": Case(
-        ("tp of some layers", "FSDP", "clip"), _optimizer_clips, "Norms (the layers) have no place on the tp mesh: add up the squares mesh by mesh."
-    ),
-    "clip-by-mesh": Case(("tp of some layers", "FSDP", "clip mesh by mesh"), _clip_by_mesh),
-}  # fmt: skip
-
-
-def run_cases(names: list[str]) -> dict[str, Found]:
-    """Run cases on this rank, all ranks the same."""
+def run_cases(names: list[str]) -> dict[str, tuple[str, str, dict[str, float], int]]:
+    """Run cases on this rank, all ranks the same; the last number is how many warnings PyTorch gave."""
     bench = Bench()
     return {name: _run(bench, CASES[name]) for name in names}
 
 
-def _run(bench: Bench, case: Case) -> Found:
+def _run(bench: Bench, case: Case) -> tuple[str, str, dict[str, float], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -328,5 +322,5 @@ def _run(bench: Bench, case: Case) -> Found:
         except (RuntimeError, ValueError) as error:
             text = str(error).strip().splitlines()[0]
             verdict, seen, numbers = "refused", f"{type(error).__name__}: {text}", {}
-    told = {str(one.message).splitlines()[0] for one in caught if issubclass(one.category, UserWarning)}
-    return verdict, seen, numbers, len(told)
+    messages = {str(one.message).splitlines()[0] for one in caught if issubclass(one.category, UserWarning)}
+    return verdict, seen, numbers, len(messages)

@@ -67,7 +67,7 @@ class WatchedExecutor(PipelineExecutor):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
-        self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        self.kept: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self.weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
 
     def _run(self, action: Action, message: Tensor | None) -> Tensor | None:
@@ -89,15 +89,15 @@ class WatchedExecutor(PipelineExecutor):
         held += [tensor for pending in halves for pair in pending for tensor in pair[2:]]
         return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
 
-    def _keep(self, tensor: Tensor) -> _Kept | Tensor:
+    def _keep(self, tensor: Tensor) -> _SavedTensor | Tensor:
         if tensor.untyped_storage().data_ptr() in self.weights:
             return tensor  # weights exist anyway
-        saved = _Kept(tensor)
+        saved = _SavedTensor(tensor)
         self.kept.add(saved)
         return saved
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that autograd keeps; it dies with the graph that needs it."""
 
     def __init__(self, tensor: Tensor) -> None:

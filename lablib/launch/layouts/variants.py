@@ -7,9 +7,6 @@
 
 PyTorch's order is stages, tp, (recompute, compile,) dp; `orders` shows what happens otherwise. The toys split layers
 before stages are dealt, because the tensor-parallel toy takes a full model; PyTorch never makes what a rank will drop.
-
-ZeRO-3 would gather a stage for every micro-batch, forward and backward. ZeRO-1 sends once a step; it is what Llama 3
-and DeepSeek-V3 put beside their stages.
 """
 
 from __future__ import annotations
@@ -141,14 +138,14 @@ class ToyJob:
         if not self.zero:
             return self._unsharded({name: p.grad for name, p in self.names.items()})
         for flat in self.zero.trained:  # stage 1 sends them in its step only
-            if flat.grad is None:
-                flat.reduce()
-                flat.finish()
+            if flat.sharded_grad is None:
+                flat.reduce_scatter_grads()
+                flat.wait_for_reduce_scatter()
         pieces = {}
         places = {id(p): name for name, p in self.names.items()}
         for flat in self.zero.trained:
-            whole = torch.empty(flat.width * flat.world_size, dtype=flat.grad.dtype)
-            all_gather(whole, flat.grad, group=flat.group)
+            whole = torch.empty(flat.width * flat.world_size, dtype=flat.sharded_grad.dtype)
+            all_gather(whole, flat.sharded_grad, group=flat.group)
             parts = zip(flat.params, flat.split(whole), strict=True)
             pieces |= {places[id(p)]: part.clone() for p, part in parts}
         return self._unsharded({name: pieces[name] for name in self.names})
@@ -181,7 +178,7 @@ def make_groups(job: Miniature) -> dict[str, dist.ProcessGroup]:
     }
 
 
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return tensors by the mesh that they lie on; those that are no DTensors are together too."""
     found: dict[object, list[Tensor]] = {}
     for tensor in tensors:
@@ -195,8 +192,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     torch's own refuses gradients on different meshes, as FSDP makes them of layers that tp split and of layers that
     it did not. The squares of each mesh's norm add up.
     """
-    grads = by_mesh([p.grad for p in parameters if p.grad is not None])
-    square = sum(float(full_tensor_of(nn.utils.get_total_norm(group))) ** 2 for group in grads)
+    grads = group_by_mesh([p.grad for p in parameters if p.grad is not None])
+    square = sum(float(to_full_tensor(nn.utils.get_total_norm(group))) ** 2 for group in grads)
     norm = square**0.5
     if norm > max_norm:
         for grad in [grad for group in grads for grad in group]:
@@ -204,7 +201,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm
 
 
-def full_tensor_of(tensor: Tensor) -> Tensor:
+def to_full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor without its layout: gathered from all ranks that share it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -237,7 +234,7 @@ class TorchJob:
             self.schedule = kind(piece, n_microbatches=job.micro_batches, loss_fn=mean_loss)
         self.is_first, self.is_last = stage == 0, stage == job.pp - 1
         # The fused kernel takes plain tensors or DTensors, not both.
-        groups = [{"params": own} for own in by_mesh(held.parameters())]
+        groups = [{"params": own} for own in group_by_mesh(held.parameters())]
         self.optimizer = torch.optim.AdamW(groups, fused=True, **ADAMW)
 
     def backward(self, tokens_BT: Tensor) -> Tensor | None:
@@ -259,11 +256,11 @@ class TorchJob:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the unsharded gradients of this rank's stage, by name; every rank must call it."""
-        return {plain_name(name): full_tensor_of(p.grad) for name, p in self.held.named_parameters()}
+        return {strip_wrappers(name): to_full_tensor(p.grad) for name, p in self.held.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the unsharded weights of this rank's stage, by name; every rank must call it."""
-        return {plain_name(name): full_tensor_of(p) for name, p in self.held.named_parameters()}
+        return {strip_wrappers(name): to_full_tensor(p) for name, p in self.held.named_parameters()}
 
 
 def examples(job: Miniature, stage: int) -> tuple[Tensor, Tensor]:
@@ -333,7 +330,7 @@ def shard_blocks(model: Transformer | Stage, mesh: DeviceMesh, *, reshard: bool 
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def plain_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return the name that a parameter has without wrappers."""
     for prefix in ("_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(prefix, "")

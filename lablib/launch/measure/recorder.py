@@ -293,8 +293,8 @@ def compare_flight_records(ranks: Mapping[int, list[Call]]) -> str:
         first = max(min(calls) for calls in by_rank.values())
         last = max(max(calls) for calls in by_rank.values())
         for number in range(first, last + 1):
-            if told := _difference(number, {rank: calls.get(number) for rank, calls in by_rank.items()}):
-                return told
+            if difference := _difference(number, {rank: calls.get(number) for rank, calls in by_rank.items()}):
+                return difference
     return "All ranks recorded the same calls."
 
 
@@ -304,8 +304,8 @@ def _difference(number: int, calls: dict[int, Call | None]) -> str | None:
     if not there:
         return None
     if len({str(call) for call in there.values()}) > 1:
-        told = "; ".join(f"rank {rank}: {call}{_at(call)}" for rank, call in there.items())
-        return f"call {number} is not the same on all ranks: {told}"
+        difference = "; ".join(f"rank {rank}: {call}{_at(call)}" for rank, call in there.items())
+        return f"call {number} is not the same on all ranks: {difference}"
     if absent:
         rank, call = next(iter(there.items()))
         who = " and ".join(map(str, absent))
@@ -361,7 +361,7 @@ def detailed_group(timeout: float = 60.0) -> dist.ProcessGroup:
 
 def debug_messages(work: Callable[[dist.ProcessGroup], object], ranks: int = 2) -> list[str]:
     """Call `work(group)` on every rank with a detailed group, and return what each was told; "" where all is well."""
-    return run_ranks(_told, ranks, work)
+    return run_ranks(_error_text, ranks, work)
 
 
 def mismatched_collectives(group: dist.ProcessGroup) -> None:
@@ -372,7 +372,7 @@ def mismatched_collectives(group: dist.ProcessGroup) -> None:
         dist.broadcast(torch.ones(3), src=0, group=group)
 
 
-def _told(work: Callable[[dist.ProcessGroup], object]) -> str:
+def _error_text(work: Callable[[dist.ProcessGroup], object]) -> str:
     group = detailed_group()
     try:
         work(group)

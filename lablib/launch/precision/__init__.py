@@ -1,14 +1,14 @@
 """Training in 16 and 8 bits: what breaks, what autocast does, what a reduced sum loses.
 
-    runs           small trainings that overflow, underflow or stall
-    autocast       what autocast casts, traced, and its memory
-    fp8            FP8 layers and their errors, and the error of an all-reduce in 16 bits
+    watched_training   small trainings that overflow, underflow or stall
+    autocast           what autocast casts, traced, and its memory
+    float8             FP8 layers and their errors, and the error of an all-reduce in 16 bits
 
-Read `runs` first. Chapter 08.
+Read `watched_training` first. Chapter 08.
 """
 
 from lablib.launch.precision.autocast import differs_on_gpu, gpu_policy, precision_memory, trace_autocast
-from lablib.launch.precision.fp8 import (
+from lablib.launch.precision.float8 import (
     allreduce_error,
     expected_error,
     gloo_error,
@@ -17,7 +17,7 @@ from lablib.launch.precision.fp8 import (
     rounding_noise,
     to_float8,
 )
-from lablib.launch.precision.runs import overflow, small_model, stall, train_watched, underflow
+from lablib.launch.precision.watched_training import overflow, small_model, stall, train_watched, underflow
 
 __all__ = [
     "allreduce_error",

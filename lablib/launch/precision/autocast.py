@@ -160,7 +160,7 @@ def _read_policy(text: str) -> Iterator[tuple[str, str]]:
             yield name, policy
 
 
-RECIPES = ("fp32", "mixed-bf16", "autocast-bf16")
+MEASURED_RECIPES = ("fp32", "mixed-bf16", "autocast-bf16")
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class PrecisionMemory:
 
 def precision_memory(config: ModelConfig, *, batch: int = 4, seq: int = 64) -> dict[str, PrecisionMemory]:
     """Train one step in fp32, in bf16 with master weights, and under autocast; count what each holds."""
-    return {recipe: _measure(config, recipe, batch, seq) for recipe in RECIPES}
+    return {recipe: _measure(config, recipe, batch, seq) for recipe in MEASURED_RECIPES}
 
 
 def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> PrecisionMemory:

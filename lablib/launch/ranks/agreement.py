@@ -74,10 +74,10 @@ def agree(work: Callable[[], Any], failure: str) -> None:
         dist.all_gather_object(texts, text, group=own_group())
     if isinstance(error, ValueError):
         raise error
-    if told := next(filter(None, texts), None):
-        if found := re.match(r"rank \d+: ValueError: ", told):
-            raise ValueError(told[found.end() :])
-        raise RuntimeError(f"{failure}. {told}") from error
+    if text := next(filter(None, texts), None):
+        if found := re.match(r"rank \d+: ValueError: ", text):
+            raise ValueError(text[found.end() :])
+        raise RuntimeError(f"{failure}. {text}") from error
 
 
 class _Unwritten(RuntimeError):
@@ -179,10 +179,10 @@ def explain(text: str) -> str | None:
 
 def own_line(error: BaseException) -> str:
     """Return the line of an error that says what happened, without the frames before it and the advice after it."""
-    told = getattr(error, "traceback", "")
-    lines = [line for line in (told or str(error)).splitlines() if line.strip()] or [type(error).__name__]
+    text = getattr(error, "traceback", "")
+    lines = [line for line in (text or str(error)).splitlines() if line.strip()] or [type(error).__name__]
     # In a traceback an exception's own line begins at the margin with its name.
-    named = [line for line in lines if told and re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    named = [line for line in lines if text and re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
     return (named[-1] if named else lines[0]).strip()
 
 
@@ -197,14 +197,14 @@ def one_sentence() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = explain(f"{type(error).__name__}: {error}")
-        if said is None and (isinstance(error, ValueError) or _is_our_own(error)):
-            said = str(error)
-        if said is None:
+        sentence = explain(f"{type(error).__name__}: {error}")
+        if sentence is None and (isinstance(error, ValueError) or _is_our_own(error)):
+            sentence = str(error)
+        if sentence is None:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}"
+            sentence = f"{type(error).__name__}: {error}"
         rank = os.environ.get("RANK")
-        print(f"{f'rank {rank}: ' if rank else ''}{said}", file=sys.stderr, flush=True)
+        print(f"{f'rank {rank}: ' if rank else ''}{sentence}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 

@@ -1,15 +1,16 @@
 """Activation checkpointing on real models: applied, measured, combined with other kinds of parallelism.
 
-    apply           strategies on PyTorch's modules
-    runs            time, memory, and other kinds of parallelism beside it
-    saved_tensors   what autograd keeps, tensor by tensor, with names
+    apply            strategies on PyTorch's modules
+    measured_steps   time, memory, and other kinds of parallelism beside it
+    kept_tensors     what autograd keeps, tensor by tensor, with names
 
-Read `apply` first, then `runs`. Chapter 09.
+Read `apply` first, then `measured_steps`. Chapter 09.
 """
 
 from lablib.launch.recompute.apply import apply_strategy, matmul_policy
-from lablib.launch.recompute.runs import (
-    ddp_with,
+from lablib.launch.recompute.kept_tensors import bytes_by_name, named_saved_tensors
+from lablib.launch.recompute.measured_steps import (
+    ddp_error,
     find_largest_batch,
     fsdp_gathers,
     measure_step,
@@ -17,12 +18,11 @@ from lablib.launch.recompute.runs import (
     predicted_cost,
     tensor_parallel_reduces,
 )
-from lablib.launch.recompute.saved_tensors import bytes_by_name, named_saved_tensors
 
 __all__ = [
     "apply_strategy",
     "bytes_by_name",
-    "ddp_with",
+    "ddp_error",
     "find_largest_batch",
     "fsdp_gathers",
     "matmul_policy",

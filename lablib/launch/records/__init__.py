@@ -1,9 +1,8 @@
 """Predictions, measurements and logs on disk, each with the machine that they come from.
 
-    experiments     predictions that are locked before a run, records of runs, and what their fields may be
-    samples         samples kept one by one, measured on a GPU or replayed
+    experiments     predictions that are locked before a run, records of runs and what their fields may be, GPU samples
     logs            one file of JSON lines a rank
-    machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
+    machine         hardware and versions of this machine; what a rented one gives: links, clocks
 
 Read `experiments` first. Every lab.
 """
@@ -19,11 +18,17 @@ from lablib.launch.records.experiments import (
     WHOLE,
     Predictions,
     Record,
+    SampleCache,
     check_fields,
+    coverage,
     experiments_dir,
     git_commit,
+    gpu_record_name,
+    gpu_samples,
     read_record,
     recorded,
+    recorded_counts,
+    recorded_on_gpus,
     repository_root,
     run_or_replay,
     utc_now,
@@ -33,24 +38,14 @@ from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read
 from lablib.launch.records.machine import (
     all_reduce_rates,
     compile_seconds,
-    disk_rate,
     gpu_topology,
     host_rates,
-    kernel_log,
     machine_label,
     missing_for_compile,
     nvidia_smi,
     this_machine,
     versions,
     while_busy,
-)
-from lablib.launch.records.samples import (
-    Kept,
-    coverage,
-    gpu_record_name,
-    gpu_samples,
-    recorded_counts,
-    recorded_on_gpus,
 )
 
 __all__ = [
@@ -63,22 +58,20 @@ __all__ = [
     "TEXT",
     "WHOLE",
     "JsonLines",
-    "Kept",
     "Predictions",
     "RankLog",
     "Record",
+    "SampleCache",
     "all_reduce_rates",
     "check_fields",
     "compile_seconds",
     "coverage",
-    "disk_rate",
     "experiments_dir",
     "git_commit",
     "gpu_record_name",
     "gpu_samples",
     "gpu_topology",
     "host_rates",
-    "kernel_log",
     "machine_label",
     "missing_for_compile",
     "nvidia_smi",

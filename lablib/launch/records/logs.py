@@ -82,8 +82,8 @@ class RankLog:
         Args:
             **values: What JSON can write; NaN and infinity become text, since JSON has neither.
         """
-        told = {name: _plain(value) for name, value in values.items()}
-        self._lines.write({"time": self._clock(), "event": event, **told})
+        plain = {name: _plain(value) for name, value in values.items()}
+        self._lines.write({"time": self._clock(), "event": event, **plain})
 
     def close(self) -> None:
         """Close the file."""

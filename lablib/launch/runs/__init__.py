@@ -1,16 +1,16 @@
 """Runs under torchrun: started, killed, resumed, compared.
 
-    elastic     torchrun from Python, and a rank that is killed once
-    start       the script that torchrun starts, and a plain loop beside it
-    real_run    what lab 11 measures on GPUs, and its predictions
-    scaling     scaling reports: records, report, comparison
-    forked_rank the program that a forked rank runs
+    elastic          torchrun from Python, and a rank that is killed once
+    start            the script that torchrun starts, and a plain loop beside it
+    real_run         what lab 11 measures on GPUs, and its predictions
+    scaling_report   scaling reports: records, report, comparison
+    forked_rank      the program that a forked rank runs
 
 Read `elastic` first. Chapter 11.
 """
 
-from lablib.launch.runs.elastic import agent_command, kill_and_resume, torchrun, undisturbed
-from lablib.launch.runs.forked_rank import like_a_new_process
+from lablib.launch.runs.elastic import agent_command, kill_and_resume, torchrun, train_undisturbed
+from lablib.launch.runs.forked_rank import reset_process
 from lablib.launch.runs.real_run import (
     LearnerPredictions,
     RealRun,
@@ -21,7 +21,7 @@ from lablib.launch.runs.real_run import (
     rate,
     what_can_be_measured,
 )
-from lablib.launch.runs.scaling import (
+from lablib.launch.runs.scaling_report import (
     REAL_PARAMS,
     ScalingReport,
     compare_reports,
@@ -48,7 +48,6 @@ __all__ = [
     "gpu_report",
     "kill_and_resume",
     "launched_ranks",
-    "like_a_new_process",
     "lock_predictions",
     "loss_verdict",
     "plain_loop",
@@ -56,8 +55,9 @@ __all__ = [
     "read_run",
     "report_differences",
     "report_rows",
+    "reset_process",
     "scaling_records",
     "torchrun",
-    "undisturbed",
+    "train_undisturbed",
     "what_can_be_measured",
 ]

@@ -4,18 +4,12 @@
     job.returncode, job.restarts, job.log
 
     hit = kill_and_resume(folder, settings, save_every=4, kill=(1, 6))
-    hit.losses == undisturbed(other_folder, settings)       # on the same number of ranks bit for bit
-
-When a rank ends with an error, torchrun's agent ends all others and starts all anew, up to `--max-restarts` times.
-It restores nothing: what the run had learned is in its checkpoints.
+    hit.losses == train_undisturbed(other_folder, settings)       # on the same number of ranks bit for bit
 
 On Linux the ranks of a CPU job are forks of the agent, which has loaded PyTorch (`--run-path --start-method=fork`). By
 default torchrun starts new interpreters, and each of them loads PyTorch again, after a restart too. Ranks on GPUs are
 always new interpreters: the agent asks whether there is CUDA (`LaunchConfig`, since torch 2.9), and CUDA refuses to
 start in a fork of a process that has asked.
-
-In torch 2.5 to 2.13 at least, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 beside --max-restarts, as `torchrun` here does,
-or the new ranks may look for the old ones.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ _DEFAULTS = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 #: The trainer, with FSDP2 and checkpoints, and what the first optimizer of a process loads.
-_PRELOAD = ("lablib.launch.training.resilience", "torch._dynamo")
+_PRELOAD = ("lablib.launch.training.callbacks", "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def _end(agent: subprocess.Popen[bytes], others: set[int]) -> None:
 
 
 @dataclass(frozen=True)
-class Survivor:
+class ResumedRun:
     """A run that was killed and went on."""
 
     losses: list[float]  # of each step, as it counted in the end
@@ -181,7 +175,7 @@ def kill_and_resume(
     kill: tuple[int, int] = (1, 6),
     timeout: float = 120,
     device: str = "cpu",
-) -> Survivor:
+) -> ResumedRun:
     """Train under torchrun, kill one (rank, after a step) with SIGKILL once, and let torchrun start the job again."""
     config = TrainConfig(folder=folder, **settings)
     config.split_batch(ranks)
@@ -205,14 +199,16 @@ def kill_and_resume(
     if job.returncode:
         raise RuntimeError(f"the job ended with {job.returncode}. {job.meaning or ''}\n{job.log[-4000:]}")
     lines = read_metrics(folder, every_attempt=True)
-    return Survivor(
+    return ResumedRun(
         losses=[step["loss"] for step in read_metrics(folder)],
         attempts=[(line["attempt"], line["step"]) for line in lines],
         job=job,
     )
 
 
-def undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu") -> list[float]:
+def train_undisturbed(
+    folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu"
+) -> list[float]:
     """Return the losses of the same run without checkpoints and without a kill."""
     run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
     return [step["loss"] for step in read_metrics(folder)]

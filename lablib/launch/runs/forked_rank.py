@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 
-def like_a_new_process() -> None:
+def reset_process() -> None:
     """Set signals that have a handler to Python's defaults, and begin a session, as a new interpreter does."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -31,5 +31,5 @@ def main(script: str, *args: str) -> None:
 
 
 if __name__ == "__main__":
-    like_a_new_process()
+    reset_process()
     main(*sys.argv[1:])

@@ -31,8 +31,8 @@ from lablib.calc.precision import find_format
 from lablib.calc.runs import Trace, annotated_window, merge_traces, split_time
 from lablib.launch.measure import record_trace
 from lablib.launch.ranks import RankError, RankTimeout, own_line, run_ranks
-from lablib.launch.records import Kept, Predictions, experiments_dir
-from lablib.launch.runs.scaling import ScalingReport, keep_metrics
+from lablib.launch.records import Predictions, SampleCache, experiments_dir
+from lablib.launch.runs.scaling_report import ScalingReport, keep_metrics
 from lablib.launch.runs.start import compare_loops
 from lablib.launch.training import TrainConfig, Trainer, read_metrics, train_model
 
@@ -75,13 +75,13 @@ class LearnerPredictions:
 
     def of(self, kind: str, gpus: int) -> dict[str, float]:
         """Return what they say about one run, as `ScalingReport.add` takes it."""
-        said: dict[str, float | None] = {}
+        values: dict[str, float | None] = {}
         if kind == ("strong" if gpus > 1 else "one"):  # one micro-batch on each GPU
-            said["step"] = self.predicted_step_ms and self.predicted_step_ms / 1e3
-            said["memory_bytes"] = self.predicted_peak_gb and 1e9 * self.predicted_peak_gb
+            values["step"] = self.predicted_step_ms and self.predicted_step_ms / 1e3
+            values["memory_bytes"] = self.predicted_peak_gb and 1e9 * self.predicted_peak_gb
         if kind != "one":
-            said["speedup"] = getattr(self, f"predicted_speedup_{kind}")
-        return {name: value for name, value in said.items() if value is not None}
+            values["speedup"] = getattr(self, f"predicted_speedup_{kind}")
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int) -> dict[str, Any] | None:
@@ -130,12 +130,14 @@ def compare_with(
     for kind in ("strong", "weak"):
         if row := by_kind.get(kind):
             found[f"predicted_speedup_{kind}"] = (row["speedup"], row["predicted_speedup"], 1)
-    for name, (measured, told, scale) in found.items():
+    for name, (measured, predicted, scale) in found.items():
         what, unit = _ASKED[name]
         if name in yours.named():
-            predictions.compare(what, measured, None if told is None else scale * told)
-        said = "has no figures for this GPU" if told is None else f"says {scale * told:.4g} {unit}".rstrip()
-        print(f"{what}: measured {measured:.4g} {unit}".rstrip() + f", lablib {said}")
+            predictions.compare(what, measured, None if predicted is None else scale * predicted)
+        verdict = (
+            "has no figures for this GPU" if predicted is None else f"says {scale * predicted:.4g} {unit}".rstrip()
+        )
+        print(f"{what}: measured {measured:.4g} {unit}".rstrip() + f", lablib {verdict}")
 
 
 def loss_verdict(table: Sequence[Mapping[str, Any]], first_loss: float) -> str | None:
@@ -148,10 +150,12 @@ def loss_verdict(table: Sequence[Mapping[str, Any]], first_loss: float) -> str |
     if apart is None:
         return None
     gap = find_format("bf16").ulp(first_loss)
-    told = f"one GPU and all of them, the same samples: losses differ by {apart:.1g} at most"
+    sentence = f"one GPU and all of them, the same samples: losses differ by {apart:.1g} at most"
     if apart <= gap:
-        return f"{told}; bf16 has steps of {gap:g} there, so they learned the same"
-    return f"{told}, more than the {gap:g} between two numbers of bf16: look for the cause before you read the speed"
+        return f"{sentence}; bf16 has steps of {gap:g} there, so they learned the same"
+    return (
+        f"{sentence}, more than the {gap:g} between two numbers of bf16: look for the cause before you read the speed"
+    )
 
 
 def on_gpus(work: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -179,7 +183,7 @@ class RealRun:
     ) -> None:
         self.gpus, self.model, self.steps, self.seq = gpus, model, steps, seq
         self.micro_batches, self.yours = tuple(micro_batches), yours or LearnerPredictions()
-        self._kept = Kept("11_fsdp")
+        self._kept = SampleCache("11_fsdp")
         self.report = ScalingReport(REPORT, self._folder())
 
     def _folder(self) -> Path:
@@ -203,11 +207,11 @@ class RealRun:
         case = {"scaling": kind, "ranks": ranks, "batch": batch, **self._case()}
 
         def measure() -> Sample:
-            told = predicted_run(self.model, ranks, batch, self.micro_batches[0], self.seq)
+            predicted = predicted_run(self.model, ranks, batch, self.micro_batches[0], self.seq)
             with tempfile.TemporaryDirectory(prefix="run-") as folder:
                 on_gpus(_train, ranks, self._config(folder, batch, case))
                 yours = self.yours.of(kind, self.gpus)
-                self.report.add(folder, scaling=kind, warm_up=WARM_UP, predicted=told, yours=yours)
+                self.report.add(folder, scaling=kind, warm_up=WARM_UP, predicted=predicted, yours=yours)
                 return _measured(folder)
 
         return self._attempt(case, measure)
@@ -316,8 +320,8 @@ def reason(error: Exception, compiled: bool = False) -> str:
     text = getattr(error, "traceback", "") or str(error)
     if "out of memory" in text.lower():
         return NO_MEMORY
-    told = own_line(error)[:200]
-    return f"did not compile: {told}" if compiled and any(word in text for word in _COMPILER) else told
+    message = own_line(error)[:200]
+    return f"did not compile: {message}" if compiled and any(word in text for word in _COMPILER) else message
 
 
 def describe(sample: Sample) -> str:

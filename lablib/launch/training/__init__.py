@@ -1,26 +1,27 @@
 """A trainer of one page and what it needs.
 
     trainer      the loop: global batch fixed, mean over tokens, agreed stop
-    config       its settings, and their command line
-    data         the order of samples, windows of tokens, and what is trained
+    train_config its settings, and their command line
+    token_data   the order of samples, windows of tokens, and what is trained
     metrics      metrics of every step, and MFU
-    monitors     callbacks that watch a run
-    resilience   checkpoints on a signal, resume, damaged files
+    callbacks    what watches a run, checkpoints on a signal, resume, damaged files
     finetune     a local Hugging Face model, trained on prompts and answers
     lora         two thin trained matrices beside each frozen one
 
 Read `trainer` first. Chapter 11.
 """
 
-from lablib.launch.training.config import TrainConfig, config_from_args, train_model, train_parser
-from lablib.launch.training.data import (
-    IGNORE_INDEX,
-    SampleOrder,
-    Task,
-    TaskFlops,
-    TokenWindows,
-    open_tokens,
-    text_tokens,
+from lablib.launch.training.callbacks import (
+    KillOnce,
+    LogEvents,
+    PrintSteps,
+    Profile,
+    SaveEvery,
+    StopOnSignal,
+    StragglerWatch,
+    Validate,
+    exit_code,
+    resume,
 )
 from lablib.launch.training.finetune import (
     FineTuning,
@@ -32,8 +33,16 @@ from lablib.launch.training.finetune import (
 )
 from lablib.launch.training.lora import add_lora, save_adapters
 from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
-from lablib.launch.training.monitors import PrintSteps, Profile, StragglerWatch, Validate
-from lablib.launch.training.resilience import KillOnce, LogEvents, SaveEvery, StopOnSignal, exit_code, resume
+from lablib.launch.training.token_data import (
+    IGNORE_INDEX,
+    SampleOrder,
+    Task,
+    TaskFlops,
+    TokenWindows,
+    open_tokens,
+    text_tokens,
+)
+from lablib.launch.training.train_config import TrainConfig, config_from_args, train_model, train_parser
 from lablib.launch.training.trainer import Callback, Trainer
 
 __all__ = [

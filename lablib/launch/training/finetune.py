@@ -33,9 +33,9 @@ from lablib.calc.errors import parse_json, read_bounded
 from lablib.calc.flops import skipped_by_early_stop, step_flops
 from lablib.calc.models import ModelConfig, from_hf
 from lablib.launch.fsdp import materialize, tied_parameters, write_safetensors_file
-from lablib.launch.training.config import TrainConfig
-from lablib.launch.training.data import IGNORE_INDEX, Task, TaskFlops
 from lablib.launch.training.lora import TARGETS, LoRALinear, add_lora, load_adapters, merge
+from lablib.launch.training.token_data import IGNORE_INDEX, Task, TaskFlops
+from lablib.launch.training.train_config import TrainConfig
 from lablib.toys.text import VOCAB
 
 _LARGEST = 2**30  # bytes of a file of examples

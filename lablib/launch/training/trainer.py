@@ -40,9 +40,9 @@ from lablib.launch.fsdp import (
 from lablib.launch.ranks import from_rank_0, own_group, rank_device
 from lablib.launch.recompute import apply_strategy
 from lablib.launch.records import JsonLines, this_machine, write_json
-from lablib.launch.training.config import TrainConfig, differences
-from lablib.launch.training.data import IGNORE_INDEX, Pretraining, SampleOrder, Task, compiled_loss
 from lablib.launch.training.metrics import METRIC_KEYS, StepClock, memory, peak_flops
+from lablib.launch.training.token_data import IGNORE_INDEX, Pretraining, SampleOrder, Task, compiled_loss
+from lablib.launch.training.train_config import TrainConfig, differences
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -8,7 +8,7 @@
     naive_all_reduce                2(n-1)              rank 0: (n-1) · S        nothing: what not to do
     hierarchical_all_reduce         2(g-1) + 2(n/g-1)   across nodes: 2(n/g-1)/(n/g) · S/g   nodes of g ranks
 
-Read `ring` first, then `wire`, which sends and counts. `tree` has the algorithms of log2 n rounds, `hierarchy` what
+Read `ring` first; its `Wire` sends and counts. `tree` has the algorithms of log2 n rounds, `hierarchy` what
 knows about nodes, and all-to-all. Each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
 
 Tensors have any shape, the same on all ranks, and are contiguous: a ValueError refuses others before anything is sent.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from lablib.calc.communication import Traffic
 from lablib.toys.collectives.hierarchy import NodeGroups, hierarchical_all_reduce, node_groups, pairwise_all_to_all
-from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lablib.toys.collectives.ring import Wire, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lablib.toys.collectives.tree import (
     halving_doubling_all_reduce,
     naive_all_reduce,
@@ -29,7 +29,6 @@ from lablib.toys.collectives.tree import (
     tree_broadcast,
     tree_reduce,
 )
-from lablib.toys.collectives.wire import Wire
 
 __all__ = [
     "NodeGroups",

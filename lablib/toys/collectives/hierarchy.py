@@ -7,9 +7,8 @@ node, each rank's share of a node's sum is S/g bytes, and only that leaves the n
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
 
-In an all-to-all rank i's piece j becomes rank j's piece i, as expert and sequence parallelism need it. In step k every
-rank sends to the rank k places to its right and receives from the one k places to its left: nobody gets two messages at
-once, and every piece goes straight to where it belongs.
+In step k of the all-to-all every rank sends to the rank k places to its right and receives from the one k places to its
+left: nobody gets two messages at once, and every piece goes straight to where it belongs.
 
 Paper: Thakur, Rabenseifner and Gropp 2005.
 """
@@ -23,8 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.communication import Traffic, chunk_sizes
-from lablib.toys.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lablib.toys.collectives.wire import Wire, chunks, flat, same_size
+from lablib.toys.collectives.ring import (
+    Wire,
+    chunks,
+    flat,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    same_size,
+)
 
 
 class NodeGroups(NamedTuple):

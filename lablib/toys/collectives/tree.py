@@ -1,12 +1,8 @@
 """All-reduce in log2(n) rounds: along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm).
 
-First what you would write first: everything through one rank.
-
 A binomial tree counts ranks from the root. In round k of a broadcast the 2^k ranks that have the data send it to the
-next 2^k: after ⌈log2 n⌉ rounds all have it. A reduction is the same tree, walked from the leaves to the root. A tree
-sends whole arrays, so it is the choice for short messages, where the number of rounds is all that counts.
-
-In round k of the other two every rank meets the rank whose number differs from its own in bit k.
+next 2^k. A reduction is the same tree, walked from the leaves to the root. In round k of the other two every rank meets
+the rank whose number differs from its own in bit k:
 
     recursive doubling   both send all they have and add: log2(n) messages of S bytes. Few messages, many bytes.
     halving-doubling     both send the half that the other one keeps, then a quarter of the array, and so on, until
@@ -28,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lablib.calc.communication import Traffic
-from lablib.toys.collectives.wire import Wire, chunks, flat
+from lablib.toys.collectives.ring import Wire, chunks, flat
 
 
 def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:

@@ -1,8 +1,5 @@
 """Gathered attention: every rank gets all keys and values in one all-gather, and keeps its own queries.
 
-It is what Llama 3 does: with grouped queries keys and values are small, any mask is easy, and there is one collective
-in place of cp - 1 rounds. Its price is memory for all keys and values, and that nothing is computed while they travel.
-
 In backward each rank has a gradient for every token's key and value; a reduce-scatter sums them and leaves each rank
 those of its own tokens.
 
@@ -33,15 +30,7 @@ def gathered_attention(
     causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks, out_BNsD. Every rank must call it.
-
-    Args:
-        q_BNsD: Queries of this rank's tokens, those of `token_positions`, already rotated.
-        group: The context parallel ranks. Any number, since heads are not split.
-        causal: Whether a query sees only tokens at or before its position.
-        documents: The number of the document of every token of the *full* sequence, (S,) or (B, S), the same on every
-            rank; a query sees only its own document.
-    """
+    """Return attention over the keys of all ranks, out_BNsD; arguments as for `ring_attention`."""
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
     cp, rank = size_and_rank(group)
     seq = q_BNsD.shape[2] * cp

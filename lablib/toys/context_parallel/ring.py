@@ -28,8 +28,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lablib.toys.context_parallel.softmax import Partial, attend, attend_backward, merge, nothing_seen, wide
 from lablib.toys.context_parallel.split import (
     check_parts,
-    chunks_of,
     needed_blocks,
+    num_chunks,
     size_and_rank,
     token_positions,
     visible,
@@ -73,7 +73,7 @@ class _Masks:
         """Return what to compute with another rank's keys: (queries, keys, mask) of every block that is needed."""
         mine, theirs = (token_positions(self.seq, self.cp, r, self.order, device) for r in (self.rank, source))
         mask = visible(mine, theirs, self.causal, self.documents)
-        needed = needed_blocks(mask, chunks_of(self.order, self.cp))
+        needed = needed_blocks(mask, num_chunks(self.order, self.cp))
         return [(rows, cols, mask[..., rows, cols]) for rows, cols in needed]
 
 
@@ -84,7 +84,7 @@ class _Ring(torch.autograd.Function):
         seen = nothing_seen(q_BNsD)
         kv = torch.stack((k_BKsD, v_BKsD))  # one message
         for step in range(cp):
-            coming = Passing(kv, masks.group) if step < cp - 1 else None
+            coming = RingExchange(kv, masks.group) if step < cp - 1 else None
             k, v = kv
             for rows, cols, mask in masks.blocks((rank - step) % cp, kv.device):
                 piece = attend(q_BNsD[:, :, rows], k[:, :, cols], v[:, :, cols], mask)
@@ -106,7 +106,7 @@ class _Ring(torch.autograd.Function):
         kv = torch.stack((k_BKsD, v_BKsD))
         own = sums = None
         for step in range(cp):
-            coming = Passing(kv, masks.group) if step < cp - 1 else None
+            coming = RingExchange(kv, masks.group) if step < cp - 1 else None
             grad_kv = torch.zeros_like(kv, dtype=grad_q.dtype)
             k, v = kv
             for rows, cols, mask in masks.blocks((rank - step) % cp, kv.device):
@@ -121,14 +121,14 @@ class _Ring(torch.autograd.Function):
             else:
                 # What arrives is the sum, so far, for the block just used. After the last step it goes home, since
                 # that block is the next rank's.
-                sums = Passing(grad_kv if sums is None else grad_kv + sums.wait(), masks.group)
+                sums = RingExchange(grad_kv if sums is None else grad_kv + sums.wait(), masks.group)
             if coming:
                 kv = coming.wait()
         grad_k, grad_v = (own if sums is None else own + sums.wait()).to(k_BKsD.dtype)
         return grad_q.to(q_BNsD.dtype), grad_k, grad_v, None
 
 
-class Passing:
+class RingExchange:
     """A tensor on its way to the next rank, while the rank before sends one of the same shape.
 
     Both run beside what is computed until `wait`.

@@ -27,14 +27,14 @@ from lablib.calc.parallel import ORDERS
 from lablib.toys import torch_names as collective_names
 
 
-def chunks_of(order: str, cp: int) -> int:
+def num_chunks(order: str, cp: int) -> int:
     """Return into how many chunks a rank cuts its tokens, to skip those that a mask hides: 2 of a zigzag, else 1."""
     return 2 if one_of("order", order, ORDERS) == "zigzag" and cp > 1 else 1
 
 
 def check_split(seq: int, cp: int, order: str) -> None:
     """Raise a ValueError unless every rank gets equally many tokens in whole chunks."""
-    parts = cp * chunks_of(order, cp)
+    parts = cp * num_chunks(order, cp)
     if seq % parts:
         what = f"2·cp={parts} chunks (cp={cp})" if parts != cp else f"cp={cp} parts"
         raise ValueError(
@@ -130,7 +130,7 @@ def needed_blocks(mask: Tensor, chunks: int) -> Iterator[tuple[slice, slice]]:
 
     Args:
         mask: From `visible`, of queries and keys that are equally many.
-        chunks: From `chunks_of`.
+        chunks: From `num_chunks`.
     """
     size = mask.shape[-1] // chunks
     slices = [slice(i * size, (i + 1) * size) for i in range(chunks)]

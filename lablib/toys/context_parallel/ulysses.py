@@ -2,13 +2,11 @@
 
     q_BNsD  all heads, s tokens     --all-to-all-->     q_BnSD  n = N / cp heads, all S tokens
 
-Heads do not mix in attention, so each rank runs ordinary attention on its heads, whatever the mask. All ranks have the
-same work, so no order is needed for balance.
+Heads do not mix in attention, so each rank runs ordinary attention on its heads, whatever the mask.
 
-Limits: cp divides the query heads N, since a head is not cut. Keys and values are swapped too: cp divides the key
-heads K; or it is a multiple of K, and each key head is copied before it leaves, once for each of the cp / K ranks
-whose queries read it, so that as much is sent as with cp key heads. Tensor parallelism has taken its part of both N
-and K before.
+Limits: cp divides the query heads N, since a head is not cut. It divides the key heads K, too; or it is a multiple of K,
+and each key head is copied before it leaves, once for each of the cp / K ranks whose queries read it. Tensor parallelism
+has taken its part of both N and K before.
 
 Bytes sent by a rank: (cp - 1) / cp of 2·B·(N + max(K, cp))·s·D values forward, in four all-to-alls (q, k, v, output),
 and as many backward.
@@ -40,15 +38,9 @@ def ulysses_attention(
     causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks, out_BNsD. Every rank must call it.
+    """Return attention over the keys of all ranks, out_BNsD; arguments as for `ring_attention`.
 
-    Args:
-        q_BNsD: Queries of this rank's tokens, those of `token_positions`, already rotated.
-        group: The context parallel ranks; their number divides N, and divides K or is a multiple of it.
-        order: How the tokens lie outside of attention.
-        causal: Whether a query sees only tokens at or before its position.
-        documents: The number of the document of every token of the *full* sequence, (S,) or (B, S), the same on every
-            rank; a query sees only its own document.
+    The number of ranks divides N, and divides K or is a multiple of it.
     """
     check_parts(q_BNsD, k_BKsD, v_BKsD, group, order, documents)
     (cp, _), heads, kv_heads = size_and_rank(group), q_BNsD.shape[HEADS], k_BKsD.shape[HEADS]

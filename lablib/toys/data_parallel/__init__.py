@@ -1,15 +1,13 @@
 """Data parallelism in three steps: naive, bucketed, overlapped with backward.
 
-    ddp        the three classes
-    replicas   what must be equal on every rank
-    failures   runs whose loss falls although they are wrong
+    ddp           the three classes, and what must be equal on every rank
+    faulty_runs   runs whose loss falls although they are wrong
 
 Read `ddp` first, beside chapter 02.
 """
 
-from lablib.toys.data_parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP
-from lablib.toys.data_parallel.failures import DIAGNOSES, Chart, diagnosis, train_regression
-from lablib.toys.data_parallel.replicas import check_replica, take_from_first
+from lablib.toys.data_parallel.ddp import BucketedDDP, NaiveDDP, OverlappedDDP, broadcast_tensors, check_replica
+from lablib.toys.data_parallel.faulty_runs import DIAGNOSES, Chart, diagnosis, train_regression
 
 __all__ = [
     "DIAGNOSES",
@@ -17,8 +15,8 @@ __all__ = [
     "Chart",
     "NaiveDDP",
     "OverlappedDDP",
+    "broadcast_tensors",
     "check_replica",
     "diagnosis",
-    "take_from_first",
     "train_regression",
 ]

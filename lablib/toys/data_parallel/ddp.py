@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lablib.toys.data_parallel.replicas import check_replica, describe_replica, take_from_first
-from lablib.toys.gradient_room import gradient_room
+from lablib.toys.gradient_layout import empty_grad
 
 
 class NaiveDDP(nn.Module):
@@ -47,8 +46,8 @@ class NaiveDDP(nn.Module):
         self.timeline = []
         self._broadcast(*module.parameters(), *module.buffers())
 
-    def _broadcast(self, *tensors: torch.Tensor) -> None:
-        take_from_first(tensors, self.group)
+    def _broadcast(self, *tensors: Tensor) -> None:
+        broadcast_tensors(tensors, self.group)
 
     def _note(self, event: str, message: int = 0) -> None:
         self.timeline.append((event, message, time.perf_counter()))
@@ -110,22 +109,22 @@ class BucketedDDP(NaiveDDP):
                 self.buckets.append(filling.pop(kind))
         self.buckets += filling.values()
         self.flats = [torch.cat([torch.zeros_like(p).flatten() for p in bucket]) for bucket in self.buckets]
-        self.home = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
+        self.bucket_index = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
         self.views = {}  # where in its flat buffer each gradient lives
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             parts = flat.split([p.numel() for p in bucket])
             for p, part in zip(bucket, parts, strict=True):
-                self.views[p] = gradient_room(p, part)
-        self._begin()
+                self.views[p] = empty_grad(p, part)
+        self._reset_buckets()
 
-    def _begin(self) -> None:
+    def _reset_buckets(self) -> None:
         self.missing = [set(bucket) for bucket in self.buckets]
         self.futures = []  # one for each bucket on its way
 
-    def _put(self, p: nn.Parameter) -> None:
+    def _mark_ready(self, p: nn.Parameter) -> None:
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         p.grad = torch.mul(grad, 1 / self.world_size, out=self.views[p])
-        self.missing[self.home[p]].remove(p)
+        self.missing[self.bucket_index[p]].remove(p)
         # Full buckets leave strictly in order, so that ranks agree on it whatever their backward used.
         while len(self.futures) < len(self.buckets) and not self.missing[len(self.futures)]:
             self._launch(len(self.futures))
@@ -137,9 +136,9 @@ class BucketedDDP(NaiveDDP):
 
     def _reduce(self) -> None:
         for p in [p for missing in self.missing for p in missing]:  # if overlapped: what backward did not use
-            self._put(p)
+            self._mark_ready(p)
         torch.futures.wait_all(self.futures)
-        self._begin()
+        self._reset_buckets()
 
 
 class OverlappedDDP(BucketedDDP):
@@ -153,8 +152,52 @@ class OverlappedDDP(BucketedDDP):
     @torch.no_grad()
     def _on_gradient(self, p: nn.Parameter) -> None:
         if self.syncing and p.grad is not None:  # None: backward came by, and had nothing for it
-            index = self.home[p]
+            index = self.bucket_index[p]
             self._note("gradient", index)
             if p not in self.missing[index]:
                 raise RuntimeError("second backward before sync(); accumulate inside no_sync()")
-            self._put(p)
+            self._mark_ready(p)
+
+
+# --- what must be the same on every rank ------------------------------------------------------------------------
+#
+# A message has no names. If two ranks hold different modules, their messages still meet, by their order alone, and the
+# sums are of things that have nothing to do with each other; or one rank sends more of them, and the others wait.
+
+
+def describe_replica(module: nn.Module) -> list[tuple]:
+    """Return what ranks must agree on: name, shape, dtype, memory layout and training of every parameter."""
+    return [(name, tuple(p.shape), p.dtype, p.stride(), p.requires_grad) for name, p in module.named_parameters()]
+
+
+def check_replica(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Refuse what data parallelism would get wrong; every rank of the group must call it."""
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group; wrap only on the group's ranks")
+    for name, m in module.named_modules():
+        if getattr(m, "sparse", False):
+            raise ValueError(f"{name}: gradients would be sparse; build with sparse=False")
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            raise ValueError(
+                f"{name}: max_norm changes weights in forward, other ones on every rank; use max_norm=None"
+            )
+    buffers = [(name, tuple(b.shape), b.dtype) for name, b in module.named_buffers()]
+    of_ranks: list[list] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, describe_replica(module) + buffers, group=group)
+    for rank, theirs in enumerate(of_ranks):
+        if theirs != (ours := of_ranks[0]):
+            odd = [entry for entry in theirs if entry not in ours] + [e for e in ours if e not in theirs]
+            what = odd[0][0] if odd else "the order of the parameters"
+            raise ValueError(
+                f"rank {rank} of the group has another module than rank 0, first seen in {what}: names, shapes, "
+                "dtypes, memory layouts and requires_grad must be the same on every rank"
+            )
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrite tensors with the values that the group's first rank has."""
+    for tensor in tensors:
+        message = tensor.contiguous()  # a copy only where the layout is not plain
+        dist.broadcast(message, group=group, group_src=0)
+        tensor.copy_(message)

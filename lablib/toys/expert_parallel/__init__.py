@@ -1,21 +1,38 @@
 """Expert parallelism: a router, rows sent to the ranks of their experts and back, and gradients by kind of parameter.
 
-    router      which experts a token visits, and how much of each it takes
-    sorting     tokens in the order of their experts, and which of them find room
-    exchange    the two all-to-alls: dispatch and combine
-    experts     the products, in a loop or grouped
-    layer       all of it as one layer, `MoE`
-    balance     losses and the bias that even the experts out
-    gradients   sums over edp, sums over dp, both divided by dp
-    hops        a token sent once to a rank or a node
-    model       a transformer with such layers
-    collapse    a router left alone, and two cures
-    folding     attention over tp, experts over ep made of tp x dp
+    plain             the layer over several ranks in one function, from routing to the weighted sum
+    router            which experts a token visits, and how much of each it takes; losses and the bias that even them out
+    dispatcher        tokens in the order of their experts, to the ranks of the experts and back
+    experts           the products, in a loop or grouped; gradients, summed over edp or dp, both divided by dp
+    layer             all of it as one layer, `MoE`
+    moe_transformer   a transformer with such layers, also with attention over tp
+    collapse          a router left alone, and two ways to balance it
 
-Read `router` first, beside chapter 13, then the others in this order.
+Read `plain` first, beside chapter 13, then the others in this order.
 """
 
-from lablib.toys.expert_parallel.balance import (
+from lablib.toys.expert_parallel.collapse import BALANCING, Groups, Step, train_mixture
+from lablib.toys.expert_parallel.dispatcher import (
+    DispatchHandle,
+    combine,
+    dispatch,
+    permute,
+    unpermute,
+    within_capacity,
+)
+from lablib.toys.expert_parallel.experts import (
+    Experts,
+    average_gradients,
+    grouped_product,
+    loop_product,
+    own_group,
+    routed_parameters,
+)
+from lablib.toys.expert_parallel.layer import MoE, Routing
+from lablib.toys.expert_parallel.moe_transformer import MoETransformer, fold, tiny_mixture
+from lablib.toys.expert_parallel.plain import moe_forward
+from lablib.toys.expert_parallel.router import (
+    TopKRouter,
     count_choices,
     largest_share,
     load_balancing_loss,
@@ -23,28 +40,17 @@ from lablib.toys.expert_parallel.balance import (
     update_bias,
     z_loss,
 )
-from lablib.toys.expert_parallel.collapse import CURES, Groups, Step, train_mixture
-from lablib.toys.expert_parallel.exchange import Trip, combine, dispatch
-from lablib.toys.expert_parallel.experts import Experts, grouped_product, loop_product
-from lablib.toys.expert_parallel.folding import fold
-from lablib.toys.expert_parallel.gradients import average_gradients, own_group, routed_parameters
-from lablib.toys.expert_parallel.hops import Hop, node_hops, rank_hop, send_once
-from lablib.toys.expert_parallel.layer import MoE, Routing
-from lablib.toys.expert_parallel.model import MoETransformer, tiny_mixture
-from lablib.toys.expert_parallel.router import TopKRouter
-from lablib.toys.expert_parallel.sorting import permute, unpermute, within_capacity
 
 __all__ = [
-    "CURES",
+    "BALANCING",
+    "DispatchHandle",
     "Experts",
     "Groups",
-    "Hop",
     "MoE",
     "MoETransformer",
     "Routing",
     "Step",
     "TopKRouter",
-    "Trip",
     "average_gradients",
     "combine",
     "count_choices",
@@ -55,12 +61,10 @@ __all__ = [
     "load_balancing_loss",
     "loop_product",
     "max_violation",
-    "node_hops",
+    "moe_forward",
     "own_group",
     "permute",
-    "rank_hop",
     "routed_parameters",
-    "send_once",
     "tiny_mixture",
     "train_mixture",
     "unpermute",

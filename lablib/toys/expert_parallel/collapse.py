@@ -1,18 +1,13 @@
-"""A router left alone, and two cures: training on the course's text, with the load of every expert at every step.
+"""A router left alone, and two ways to balance it: training on the course's text, with the load of every expert.
 
 Chapter 13 draws its figure of balance from these runs.
 
-After a few steps all tokens look alike to a router, and one that prefers two experts for one token prefers them for all.
-These two are trained and the others are not; whether anything brings the others back is left to chance. The loss does
-not tell: over the steps here the three runs end close together, and what is lost is the work of the ranks whose experts
-nobody chose.
-
-    "nothing"   the router follows the loss of the model
+    "none"      the router follows the loss of the model
     "loss"      plus coefficient times the balance loss, counted over all ranks
     "bias"      no loss, but a bias that moves by `speed` after every step
 
-The router is DeepSeek-V3's in all three, sigmoids with a bias that stays 0 unless it is updated. Both constants are
-larger than published ones, because these runs have tens of steps and not a hundred thousand.
+The router is DeepSeek-V3's in all three. Both constants are larger than published ones, because these runs have tens of
+steps and not a hundred thousand.
 
 Shapes: B sequences of T = S + 1 tokens, L layers, E experts.
 """
@@ -27,11 +22,11 @@ import torch.distributed as dist
 from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.models import ModelConfig, Router
 from lablib.toys import text
-from lablib.toys.expert_parallel.balance import largest_share, max_violation
-from lablib.toys.expert_parallel.gradients import average_gradients
-from lablib.toys.expert_parallel.model import MoETransformer, tiny_mixture
+from lablib.toys.expert_parallel.experts import average_gradients
+from lablib.toys.expert_parallel.moe_transformer import MoETransformer, tiny_mixture
+from lablib.toys.expert_parallel.router import largest_share, max_violation
 
-CURES = ("nothing", "loss", "bias")
+BALANCING = ("none", "loss", "bias")
 
 
 class Step(NamedTuple):
@@ -61,7 +56,7 @@ class Groups(NamedTuple):
 
 
 def train_mixture(
-    cure: str,
+    balancing: str,
     groups: Groups | None = None,
     *,
     config: ModelConfig | None = None,
@@ -76,14 +71,14 @@ def train_mixture(
     """Train a small mixture on the course's text and return what each step saw, the same on every rank.
 
     Args:
-        cure: One of `CURES`.
+        balancing: One of `BALANCING`.
         groups: Of this rank; None is one process.
         config: None is `tiny_mixture` with DeepSeek-V3's router.
         batch: Sequences of a step, of all ranks together.
         coefficient: Of the balance loss, with "loss".
         speed: γ, with "bias".
     """
-    one_of("cure", cure, CURES)
+    one_of("balancing", balancing, BALANCING)
     ranks, rank = (1, 0) if groups is None else (groups.dp.size(), groups.dp.rank())
     check_whole("batch", batch, 1)
     must_divide("dp", ranks, "batch", batch)
@@ -96,14 +91,14 @@ def train_mixture(
     stream = text.batches(text.tokens(), batch=batch, seq=seq, seed=seed)
     for _, windows_BT in zip(range(steps), stream, strict=False):
         loss = model.loss(windows_BT.chunk(ranks)[rank])
-        objective = loss + coefficient * model.balance_loss(everyone) if cure == "loss" else loss
+        objective = loss + coefficient * model.balance_loss(everyone) if balancing == "loss" else loss
         optimizer.zero_grad()
         objective.backward()
         if groups is not None:
             average_gradients(model, groups.dp, groups.edp)
         optimizer.step()
         counts_LE = model.counts(everyone)
-        if cure == "bias":
+        if balancing == "bias":
             model.update_biases(counts_LE, speed)
         mean = loss.detach() / ranks
         if groups is not None:

@@ -3,7 +3,7 @@
     moe = MoE(config)                     all experts in one process
     moe = MoE(config, ep_group)           this rank's part of the experts; each rank brings its own tokens
     y_BSH = moe(x_BSH)                    what the layer adds to the stream
-    moe.routing                           what the router did with the last batch, for the losses of `balance`
+    moe.routing                           what the router did with the last batch, for the losses of `router`
 
 The router is on every rank and decides about this rank's tokens. Their experts may be anywhere, so all ranks of the
 group call the layer equally often, in forward and in backward, a rank without tokens too.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +26,9 @@ from torch import Tensor, nn
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import expert_capacity
-from lablib.toys.expert_parallel.exchange import combine, dispatch
+from lablib.toys.expert_parallel.dispatcher import combine, dispatch, permute, unpermute, within_capacity
 from lablib.toys.expert_parallel.experts import Experts
-from lablib.toys.expert_parallel.hops import Hop, send_once
 from lablib.toys.expert_parallel.router import TopKRouter
-from lablib.toys.expert_parallel.sorting import permute, unpermute, within_capacity
 from lablib.toys.transformer import MLP
 
 
@@ -64,7 +61,6 @@ class MoE(nn.Module):
         capacity_factor: φ: an expert takes ⌈φ T k / E⌉ of the choices of each rank, the first ones. None drops nothing.
             Every rank counts its own T tokens alone, as GShard's groups do, so that nobody has to ask.
         products: "loop" or "grouped"; see `experts`.
-        hops: To send a token once to each rank or node, in place of once to each expert; see `hops`.
     """
 
     def __init__(
@@ -74,15 +70,12 @@ class MoE(nn.Module):
         *,
         capacity_factor: float | None = None,
         products: str = "loop",
-        hops: Sequence[Hop] | None = None,
     ) -> None:
         super().__init__()
         check_mixture(config)
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(f"capacity_factor={capacity_factor} must be a number above 0; None drops nothing")
-        if hops and group is None:
-            raise ValueError("hops send between ranks: give the group of the experts too")
-        self.group, self.capacity_factor, self.hops = group, capacity_factor, hops
+        self.group, self.capacity_factor = group, capacity_factor
         self.router = TopKRouter(config.hidden, config.num_experts, config.experts_per_token, config.router)
         self.experts = Experts(config.num_experts, config.hidden, config.expert_ffn, group, products=products)
         shared = config.num_shared_experts * config.expert_ffn
@@ -98,20 +91,16 @@ class MoE(nn.Module):
         weights_Tk, chosen_Tk = self.router.choose(scores_TE)
         kept_Tk = self.room(chosen_Tk)
         self.routing = Routing(logits_TE, scores_TE, weights_Tk, chosen_Tk, kept_Tk)
-        if self.hops:
-            y_TH = send_once(x_TH, weights_Tk, chosen_Tk, kept_Tk, self.experts, self.hops)
-        else:
-            rows_RH, counts_E, order_R = permute(x_TH, chosen_Tk, logits_TE.shape[-1], kept_Tk)
-            y_TH = unpermute(self.visit(rows_RH, counts_E), order_R, weights_Tk)
-        y_BSH = y_TH.view_as(x_BSH)
+        rows_RH, counts_E, order_R = permute(x_TH, chosen_Tk, logits_TE.shape[-1], kept_Tk)
+        y_BSH = unpermute(self.visit(rows_RH, counts_E), order_R, weights_Tk).view_as(x_BSH)
         return y_BSH if self.shared is None else y_BSH + self.shared(x_BSH)
 
     def visit(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
         """Return what the experts make of rows in the order of the experts, wherever they are."""
         if self.group is None:
             return self.experts(rows_RH, counts_E)
-        arrived_RH, trip = dispatch(rows_RH, counts_E, self.group)
-        return combine(self.experts(arrived_RH, trip.counts_e), trip)
+        arrived_RH, handle = dispatch(rows_RH, counts_E, self.group)
+        return combine(self.experts(arrived_RH, handle.counts_e), handle)
 
     def room(self, chosen_Tk: Tensor) -> Tensor | None:
         """Return which choices find room; None if all do."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import linear
 
-from lablib.toys.gradient_room import set_gradient
+from lablib.toys.gradient_layout import set_grad
 from lablib.toys.transformer import Transformer, rotary
 
 
@@ -139,7 +139,7 @@ class DeferWeights:
             x_nI, grad_nO = x.flatten(0, -2), grad_y.flatten(0, -2)
             if weight.requires_grad:
                 if weight.grad is None:
-                    set_gradient(weight, grad_nO.t() @ x_nI)
+                    set_grad(weight, grad_nO.t() @ x_nI)
                 else:
                     weight.grad.addmm_(grad_nO.t(), x_nI)
             if bias is not None and bias.requires_grad:

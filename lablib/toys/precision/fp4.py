@@ -12,8 +12,7 @@ weights' gradient are turned along the dim that is summed over, and the turns ca
 
 Shapes: M rows, K columns; R, C blocks along them.
 
-Papers: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149); Transformer Engine
-documentation, NVFP4.
+Papers: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (2509.25149); Transformer Engine documentation, NVFP4.
 """
 
 from __future__ import annotations

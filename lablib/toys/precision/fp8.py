@@ -1,11 +1,8 @@
 """FP8: scale a tensor into the range of eight bits, multiply there, and scale back; and a linear layer that does so.
 
-E4M3 has full precision over 15 powers of two and E5M2 over 30, bf16 over 254. So every tensor is first divided by a
-scale that brings its largest value to the largest value of the format:
-
     scale = max |x| / max of the format        q = cast(x / scale)        x ~ q * scale
 
-One value that is far too large costs all others that share its scale their bits. How many share it is the choice:
+How many values share a scale is the choice:
 
 | scaling | one scale for | who uses it |
 |---|---|---|
@@ -17,7 +14,6 @@ One value that is far too large costs all others that share its scale their bits
 | mx32-floor | the same, rounded down | what the OCP specification suggests; training with it diverged (2506.08027) |
 
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
-The three matmuls of the linear layer read eight bits; everything else stays as it was.
 
 Shapes: M rows (tokens), K columns (the dim that the forward sums over), N outputs.
 

@@ -1,15 +1,10 @@
 """Training in 16 bits: a loss scaler, a master copy, and rounding by chance.
 
-fp16 has enough precision and too little range: gradients below 2^-25 become zero. Multiplying the loss by S multiplies
-every gradient by S, by the chain rule, and dividing them by S again in fp32 gives them back (`LossScaler`).
+fp16 has too little range: `LossScaler` multiplies the loss by S, and divides the gradients by S in fp32. bf16 has too
+little precision for small updates: either the sum lives in fp32 (`MasterWeights`), or it is rounded by chance, and right
+on average (`stochastic_round_bf16`).
 
-bf16 has enough range and too little precision: it has 8 significant bits, so a weight does not move if its update is
-less than half of the gap to its neighbour, between 2^-9 and 2^-8 of the weight. Either the sum lives in fp32
-(`MasterWeights`), or the rounding is by chance, so that many small updates move the weight as far as they should on
-average (`stochastic_round_bf16`).
-
-Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015
-(arXiv 1502.02551), stochastic rounding.
+Papers: Micikevicius et al. 2017 (arXiv 1710.03740); Gupta et al. 2015 (arXiv 1502.02551), stochastic rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's tensor parallelism: f and g, split layers, a split transformer.
 
-    functions   f and g, and their sequence-parallel relatives
-    layers      column- and row-parallel linear layers, the split vocabulary
-    model       a block and a transformer from them
+    functions        f and g, and their sequence-parallel relatives
+    layers           column- and row-parallel linear layers, the split vocabulary
+    tp_transformer   a block and a transformer from them
 
 Read `functions` first, beside chapter 03.
 """
@@ -22,7 +22,7 @@ from lablib.toys.tensor_parallel.layers import (
     head_split,
     vocab_parallel_cross_entropy,
 )
-from lablib.toys.tensor_parallel.model import ParallelBlock, ParallelTransformer, Plan, parallelize
+from lablib.toys.tensor_parallel.tp_transformer import ParallelBlock, ParallelTransformer, Plan, parallelize
 
 __all__ = [
     "ColumnParallelLinear",

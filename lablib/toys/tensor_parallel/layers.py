@@ -76,7 +76,7 @@ def local(full: nn.Parameter, dim: int, split: Split, group: dist.ProcessGroup) 
     return nn.Parameter(piece, requires_grad=full.requires_grad)
 
 
-def copied(full: nn.Parameter) -> nn.Parameter:
+def replicate(full: nn.Parameter) -> nn.Parameter:
     """Return a copy of a parameter that every rank holds in full."""
     return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
 
@@ -148,7 +148,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
         self.splits = {"weight": (1, split)}
         self.weight = local(linear.weight, 1, split, group)
-        self.bias = None if linear.bias is None else copied(linear.bias)
+        self.bias = None if linear.bias is None else replicate(linear.bias)
         if sequence_parallel and self.bias is not None:
             sum_gradient(self.bias, group)  # it meets this rank's tokens only
 
@@ -166,7 +166,7 @@ class RowParallelLinear(nn.Module):
 # --- the vocabulary -----------------------------------------------------------------------------------------
 
 
-def owned(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return which ids fall into this rank's part, and their rows there (0 for all others)."""
     mine = (ids >= first) & (ids < first + count)
     return mine, torch.where(mine, ids - first, 0)
@@ -184,7 +184,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return x_BSH, or x_BsH with sequence parallelism."""
-        mine_BS, rows_BS = owned(tokens_BS, self.first, len(self.weight))
+        mine_BS, rows_BS = local_ids(tokens_BS, self.first, len(self.weight))
         partial_BSH = F.embedding(rows_BS, self.weight) * mine_BS.unsqueeze(-1)
         leave = scatter_to_sp if self.sequence_parallel else reduce_from_tp
         return leave(partial_BSH, self.group)
@@ -200,7 +200,7 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(highest_BS, dist.ReduceOp.MAX, group=group)
         z_BSv = z_BSv - highest_BS.unsqueeze(-1)
         exp_BSv = z_BSv.exp()
-        mine_BS, column_BS = owned(targets_BS, first, z_BSv.shape[-1])
+        mine_BS, column_BS = local_ids(targets_BS, first, z_BSv.shape[-1])
         target_BS = z_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1) * mine_BS
         both_2BS = torch.stack((exp_BSv.sum(dim=-1), target_BS))  # two sums in one message
         dist.all_reduce(both_2BS, group=group)

@@ -37,24 +37,24 @@ def held_bytes(model: ZeRO1) -> dict[str, int]:
     """Return the bytes of model states in this rank's memory now, by the terms of `lablib.calc.parallel.zero`.
 
     Memory is counted, not tensors: a storage counts once, for the first term that has it, padding included.
-    The optimizer's step counters and what stands in for released weights, one value a tensor, are left out.
+    The optimizer's step counters and what stands in for resharded weights, one value a tensor, are left out.
     """
     tensors: dict[str, list[Tensor | None]] = {
         "weights": [*model.module.parameters(), *[t for f in model.flats for t in (f.full, f.shard)]],
         "gradients": [*[p.grad for p in model.module.parameters()], *_gradients(model)],
-        "master_weights": [flat.updated for flat in model.trained],
+        "master_weights": [flat.sharded_param for flat in model.trained],
     }
     for flat in model.trained:
-        for name, value in model.optimizer.state.get(flat.updated, {}).items():
+        for name, value in model.optimizer.state.get(flat.sharded_param, {}).items():
             if isinstance(value, Tensor) and name != "step":
                 tensors.setdefault(_MOMENTS.get(name, name), []).append(value)
-    seen = {flat.nothing.untyped_storage().data_ptr() for flat in model.flats}
+    seen = {flat.placeholder.untyped_storage().data_ptr() for flat in model.flats}
     return {term: _count(list_, seen) for term, list_ in tensors.items()}
 
 
 def _gradients(model: ZeRO1) -> Iterable[Tensor | None]:
     for flat in model.trained:
-        yield from (flat.grads, flat.grad, flat.updated.grad)
+        yield from (flat.unsharded_grad, flat.sharded_grad, flat.sharded_param.grad)
 
 
 def _count(tensors: list[Tensor | None], seen: set[int]) -> int:

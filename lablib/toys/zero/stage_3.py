@@ -2,17 +2,16 @@
 
 A unit is a module whose weights are gathered together, such as a transformer block; the root unit is what is left over.
 
-    forward    gather unit k -> run it -> release
-    backward   gather unit k -> run it -> reduce-scatter its gradients -> release
+    forward    unshard unit k -> run it -> reshard
+    backward   unshard unit k -> run it -> reduce-scatter its gradients -> reshard
 
-While a unit computes, the next one is on its way (prefetch). Two all-gathers and a reduce-scatter send 3ψ(N-1)/N
-values, half as much again as DDP's 2ψ(N-1)/N.
+While a unit computes, the next one is on its way (prefetch).
 
-Autograd keeps the weights that it needs by reference. Releasing therefore frees the memory under the tensor and
-leaves the tensor in place; gathering again puts the same values under it. Hooks on a unit's inputs and outputs say when
-backward comes and goes. Where autograd takes another way, it finds its weight released, and has it gathered then.
+Autograd keeps the weights that it needs by reference. Resharding therefore frees the memory under the tensor and
+leaves the tensor in place; unsharding again puts the same values under it. Hooks on a unit's inputs and outputs say when
+backward comes and goes. Where autograd takes another way, it finds its weight resharded, and has it unsharded then.
 
-Read `Unit` and `ZeRO3.forward` first; `default_units` and `assign` choose the units and whose parameters are whose.
+Read `Unit` and `ZeRO3.forward` first; `default_units` and `assign_params` choose the units and whose parameters are whose.
 
 Papers: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.3 and 7.2.2;
 Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), section 3.
@@ -46,22 +45,22 @@ class Unit:
         self.flats, self.inputs_left, self.reduced = flats, 0, False
         for flat in flats:
             flat.detach_shard()
-        self.release()
+        self.reshard()
 
-    def gather(self) -> None:
-        """Start to gather what is released."""
+    def unshard(self) -> None:
+        """Start to gather what is sharded."""
         for flat in self.flats:
-            flat.gather()
+            flat.unshard()
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait until all of it is there."""
         for flat in self.flats:
-            flat.wait()
+            flat.wait_for_unshard()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Free the memory of the unsharded weights."""
         for flat in self.flats:
-            flat.release()
+            flat.reshard()
 
 
 def default_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -76,19 +75,19 @@ def has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def assign(module: nn.Module, units: list[nn.Module]) -> dict[nn.Parameter, nn.Module]:
+def assign_params(module: nn.Module, units: list[nn.Module]) -> dict[nn.Parameter, nn.Module]:
     """Return the unit of every parameter: the innermost around it, or the root where those differ."""
-    homes: dict[nn.Parameter, set[nn.Module]] = {}
+    units_around: dict[nn.Parameter, set[nn.Module]] = {}
 
     def walk(m: nn.Module, home: nn.Module) -> None:
         home = m if m in units else home
         for p in m.parameters(recurse=False):
-            homes.setdefault(p, set()).add(home)
+            units_around.setdefault(p, set()).add(home)
         for child in m.children():
             walk(child, home)
 
     walk(module, module)
-    return {p: home.pop() if len(home) == 1 else module for p, home in homes.items()}
+    return {p: home.pop() if len(home) == 1 else module for p, home in units_around.items()}
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
@@ -138,7 +137,7 @@ class ZeRO3(ZeRO1):
         chosen = [module, *dict.fromkeys(u for u in chosen if u is not module)]  # the root first
         self._wrap(module, group, master)
         self.prefetch = prefetch
-        home = assign(module, chosen)
+        home = assign_params(module, chosen)
         self.units = [
             Unit(group_flat([p for p, m in home.items() if m is unit_module], group, master)) for unit_module in chosen
         ]
@@ -148,88 +147,90 @@ class ZeRO3(ZeRO1):
             unit_module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True)
             unit_module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
         module.register_load_state_dict_pre_hook(self._before_load)
-        memory = [(tensor.untyped_storage(), f) for f in self.flats for tensor in (f.full, f.nothing)]
-        self._homes = {storage._cdata: flat for storage, flat in memory}  # by the address of the storage object
-        self._begun, self._ended = [], []  # units in the order of this forward
+        memory = [(tensor.untyped_storage(), f) for f in self.flats for tensor in (f.full, f.placeholder)]
+        self._flat_by_storage = {
+            storage._cdata: flat for storage, flat in memory
+        }  # by the address of the storage object
+        self._forward_order, self._forward_end_order = [], []  # units in the order of this forward
         self._next, self._previous = {}, {}  # what followed whom in the last one, forward and backward
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module."""
-        with torch.autograd.graph.saved_tensors_hooks(self._on_save, self._on_need):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             return super().forward(*args, **kwargs)
 
-    def _on_save(self, tensor: Tensor) -> tuple[Tensor, FlatShards | None]:
-        flat = self._home_of(tensor)
-        if flat is not None and flat.released:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, FlatShards | None]:
+        flat = self._flat_of(tensor)
+        if flat is not None and not flat.is_unsharded:
             raise RuntimeError("a weight is used where its unit's forward does not run; choose other units")
         return tensor, flat
 
-    def _on_need(self, saved: tuple[Tensor, FlatShards | None]) -> Tensor:
+    def _unpack(self, saved: tuple[Tensor, FlatShards | None]) -> Tensor:
         tensor, flat = saved
         if flat is not None:
-            flat.gather()
-            flat.wait()
+            flat.unshard()
+            flat.wait_for_unshard()
         return tensor
 
-    def _home_of(self, tensor: Tensor) -> FlatShards | None:
+    def _flat_of(self, tensor: Tensor) -> FlatShards | None:
         """Return the flat in whose memory, or in whose stand-in for it, a tensor is."""
-        return self._homes.get(tensor.untyped_storage()._cdata)
+        return self._flat_by_storage.get(tensor.untyped_storage()._cdata)
 
-    def _use(self, unit: Unit, following: dict[Unit, Unit]) -> None:
+    def _unshard_and_prefetch(self, unit: Unit, following: dict[Unit, Unit]) -> None:
         """Have a unit's weights, and the ones after it on their way."""
-        unit.gather()
-        unit.wait()
+        unit.unshard()
+        unit.wait_for_unshard()
         for _ in range(self.prefetch):
             if unit := following.get(unit):
-                unit.gather()
+                unit.unshard()
 
     @torch.no_grad()
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._in_backward:  # activation recomputation runs forward again
-            unit.gather()
-            return unit.wait()
+            unit.unshard()
+            return unit.wait_for_unshard()
         if unit is self.units[0]:
-            self._begun, self._ended = [], []
-        self._begun.append(unit)
-        self._use(unit, self._next)
+            self._forward_order, self._forward_end_order = [], []
+        self._forward_order.append(unit)
+        self._unshard_and_prefetch(unit, self._next)
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
                 unit.inputs_left += 1
                 # A leaf's hook would fire before the unit's other gradients are there: such a unit stays to the end.
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(partial(self._on_input_gradient, unit))
+                    tensor.register_hook(partial(self._after_input_gradient, unit))
 
     @torch.no_grad()
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: object) -> None:
         if self._in_backward:
             return
         for tensor in tensors_in(output):
-            if self._home_of(tensor) in unit.flats:
+            if self._flat_of(tensor) in unit.flats:
                 raise RuntimeError(
                     f"{type(module).__name__} returns its own weight, whose memory goes now; return weight.clone()"
                 )
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._before_backward, unit))
-        unit.release()
-        self._ended.append(unit)
+        unit.reshard()
+        self._forward_end_order.append(unit)
         if unit is self.units[0]:
-            self._next = dict(pairwise(self._begun))
-            self._previous = dict(pairwise(reversed(self._ended)))
+            self._next = dict(pairwise(self._forward_order))
+            self._previous = dict(pairwise(reversed(self._forward_end_order)))
             for other in self.units:  # gathered ahead, and then not used
-                other.release()
+                other.reshard()
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward, as in stage 1, unless the loss is NaN: a released weight makes it so."""
+        """Run backward, as in stage 1, unless the loss is NaN: a sharded weight makes it so."""
         if loss.isnan():
             raise RuntimeError("the loss is NaN: weights are, or one was read where its unit's forward does not run")
         super().backward(loss)
         with torch.no_grad():
             for unit in self.units:  # what is left: units without inputs that have a gradient, such as embeddings
-                unit.release()
-                if not unit.reduced or any(flat.grads is not None for flat in unit.flats):
-                    self._leave(unit)
+                unit.reshard()
+                if not unit.reduced or any(flat.unsharded_grad is not None for flat in unit.flats):
+                    self._after_backward(unit)
                 unit.reduced = False
-            self._finish()
+            self._wait_for_reduce_scatters()
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None) -> Tensor | None:
@@ -242,19 +243,19 @@ class ZeRO3(ZeRO1):
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         if not self._in_backward:
             raise RuntimeError("call model.backward(loss), not loss.backward()")
-        self._use(unit, self._previous)
+        self._unshard_and_prefetch(unit, self._previous)
 
     @torch.no_grad()
-    def _on_input_gradient(self, unit: Unit, gradient: Tensor) -> None:
+    def _after_input_gradient(self, unit: Unit, gradient: Tensor) -> None:
         """Backward has left the unit when the gradients of all its inputs are there."""
         unit.inputs_left -= 1
         if unit.inputs_left == 0:
-            self._leave(unit)
+            self._after_backward(unit)
 
-    def _leave(self, unit: Unit) -> None:
-        unit.release()
+    def _after_backward(self, unit: Unit) -> None:
+        unit.reshard()
         unit.reduced = True
-        self._reduce(flat for flat in unit.flats if flat.trained)
+        self._reduce_scatter(flat for flat in unit.flats if flat.trained)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -265,9 +266,9 @@ class ZeRO3(ZeRO1):
         by_name = dict(self.module.named_parameters(remove_duplicate=False))
         copies: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
-            self._use(unit, {})
+            self._unshard_and_prefetch(unit, {})
             copies |= {p: p.detach().clone() for flat in unit.flats for p in flat.params}
-            unit.release()
+            unit.reshard()
         # What is in no shard, such as buffers, is taken as it is.
         state = self.module.state_dict()
         return {
@@ -279,14 +280,14 @@ class ZeRO3(ZeRO1):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state dict of the unsharded module, the same on every rank."""
         for unit in self.units:
-            self._use(unit, {})
+            self._unshard_and_prefetch(unit, {})
         self.module.load_state_dict(state)
         for flat in self.flats:
             flat.shard.copy_(flat.full.chunk(flat.world_size)[flat.rank])
-            flat.release()
+            flat.reshard()
 
     def _before_load(self, *_: object) -> None:
-        if any(flat.released for flat in self.flats):
+        if any(not flat.is_unsharded for flat in self.flats):
             raise RuntimeError("the weights are sharded; use model.load_full_state_dict(state)")
 
     def state_dict(self, *_: object, **__: object) -> dict[str, Tensor]:

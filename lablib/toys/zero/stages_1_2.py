@@ -4,9 +4,8 @@ DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer betwee
 
     reduce-scatter of gradients  ->  each rank updates its shard  ->  all-gather of weights
 
-The traffic stays DDP's, 2ψ(N-1)/N, and no two ranks hold the same optimizer state. Stage 1 has the full gradient on
-every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward has filled it, and what comes back
-is this rank's piece.
+Stage 1 has the full gradient on every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward
+has filled it, and what comes back is this rank's piece.
 
 Below the classes is what a checkpoint needs: the optimizer's state by parameter name. Shards depend on the number of
 ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lablib.toys.data_parallel import check_replica, take_from_first
+from lablib.toys.data_parallel import broadcast_tensors, check_replica
 from lablib.toys.torch_names import all_gather
 from lablib.toys.zero.flat_shards import FlatShards, group_flat
 
@@ -68,26 +67,26 @@ class ZeRO1(nn.Module):
                 raise ValueError(f"master={master} cannot hold {p.dtype} weights; use torch.float32 or None")
         self.module, self.group, self.master = module, group, master
         with torch.no_grad():
-            take_from_first([*module.parameters(), *module.buffers()], group)
+            broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
     def _shard(self, flats: list[FlatShards], optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         """Make the optimizer of the shards, and listen to the gradients."""
         self.flats = flats
         self.trained = [flat for flat in self.flats if flat.trained]
-        self.home = {p: flat for flat in self.trained for p in flat.params}
-        for p in self.home:
+        self.flat_of = {p: flat for flat in self.trained for p in flat.params}
+        for p in self.flat_of:
             p.register_post_accumulate_grad_hook(self._on_gradient)
-        self.optimizer = optimizer([flat.updated for flat in self.trained])
-        if {p for g in self.optimizer.param_groups for p in g["params"]} != {f.updated for f in self.trained}:
+        self.optimizer = optimizer([flat.sharded_param for flat in self.trained])
+        if {p for g in self.optimizer.param_groups for p in g["params"]} != {f.sharded_param for f in self.trained}:
             raise ValueError("the optimizer must have all flat shards; give it the whole list")
         self.optimizer.zero_grad = self.zero_grad  # the gradients are here, not where it would look for them
         self.optimizer.register_step_pre_hook(self._before_step)
         self._in_backward, self._any_backward = False, False
-        self._on_the_wire: list[FlatShards] = []
+        self._in_flight: list[FlatShards] = []
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module."""
-        if _trained(self.module) != self.home.keys() or not all(flat.intact for flat in self.flats):
+        if _trained(self.module) != self.flat_of.keys() or not all(flat.owns_params for flat in self.flats):
             raise RuntimeError("the module was changed after wrapping; convert or freeze it first, then wrap")
         return self.module(*args, **kwargs)
 
@@ -100,9 +99,9 @@ class ZeRO1(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what backward has added since the last step; every rank must call it."""
-        self._finish()
+        self._wait_for_reduce_scatters()
         for flat in self.trained:
-            flat.forget()
+            flat.zero_grad()
         self._any_backward = False
 
     def backward(self, loss: Tensor) -> None:
@@ -115,9 +114,9 @@ class ZeRO1(nn.Module):
         try:
             loss.backward()
             with torch.no_grad():
-                for p in self.home:
+                for p in self.flat_of:
                     if p.grad is not None:  # made without autograd, as a zero-bubble pipeline's W does
-                        self._put(p)
+                        self._accumulate_grad(p)
         finally:
             self._in_backward = False
 
@@ -126,22 +125,22 @@ class ZeRO1(nn.Module):
         if not self._in_backward:
             raise RuntimeError("call model.backward(loss), not loss.backward()")
         if p.grad is not None:  # None: backward came by, and had nothing for it
-            self._put(p)
+            self._accumulate_grad(p)
 
-    def _put(self, p: nn.Parameter) -> None:
-        self.home[p].put(p)
+    def _accumulate_grad(self, p: nn.Parameter) -> None:
+        self.flat_of[p].accumulate_grad(p)
 
-    def _reduce(self, flats: Iterable[FlatShards]) -> None:
+    def _reduce_scatter(self, flats: Iterable[FlatShards]) -> None:
         """Send gradients; never more than one message in flight, so that few are in memory."""
         for flat in flats:
-            flat.reduce()
-            self._on_the_wire.append(flat)
-            while len(self._on_the_wire) > 1:
-                self._on_the_wire.pop(0).finish()
+            flat.reduce_scatter_grads()
+            self._in_flight.append(flat)
+            while len(self._in_flight) > 1:
+                self._in_flight.pop(0).wait_for_reduce_scatter()
 
-    def _finish(self) -> None:
-        while self._on_the_wire:
-            self._on_the_wire.pop(0).finish()
+    def _wait_for_reduce_scatters(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).wait_for_reduce_scatter()
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None) -> Tensor | None:
@@ -154,46 +153,48 @@ class ZeRO1(nn.Module):
             The norm before clipping, if `max_norm` is given.
         """
         if self._any_backward:
-            self._reduce(self.trained)
+            self._reduce_scatter(self.trained)
         norm = self._update_shards(max_norm)
         self._gather_weights()
         return norm
 
     def _update_shards(self, max_norm: float | None) -> Tensor | None:
         """Let the optimizer step on this rank's shards; return the norm of the gradient, if it is clipped."""
-        self._finish()
+        self._wait_for_reduce_scatters()
         norm = None if max_norm is None else self._clip(max_norm)
         for flat in self.trained:
-            flat.updated.grad = None if flat.grad is None else flat.grad.to(flat.updated.dtype)
-            flat.adopt()
+            flat.sharded_param.grad = (
+                None if flat.sharded_grad is None else flat.sharded_grad.to(flat.sharded_param.dtype)
+            )
+            flat.refresh_master()
         self.optimizer.step()
         self.zero_grad()
         for flat in self.trained:
-            if flat.master is not None:
-                flat.shard.copy_(flat.updated)
+            if flat.master_dtype is not None:
+                flat.shard.copy_(flat.sharded_param)
         return norm
 
     def _gather_weights(self) -> None:
         """Bring the updated shards to all ranks."""
         for flat in self.trained:
-            flat.refill()
+            flat.start_all_gather()
         for flat in self.trained:
-            flat.wait()
+            flat.wait_for_unshard()
 
     def _before_step(self, *_: object) -> None:
-        if self._any_backward and all(flat.updated.grad is None for flat in self.trained):
+        if self._any_backward and all(flat.sharded_param.grad is None for flat in self.trained):
             raise RuntimeError("call model.step(), not optimizer.step(), which has no gradients to use")
 
     def _clip(self, max_norm: float) -> Tensor:
         """Every value is on one rank only, so squares add up over the ranks: |g|² = Σ_r |g_r|²."""
-        norms = [torch.linalg.vector_norm(flat.grad) for flat in self.trained if flat.grad is not None]
+        norms = [torch.linalg.vector_norm(flat.sharded_grad) for flat in self.trained if flat.sharded_grad is not None]
         zero = torch.zeros((), dtype=torch.float64, device=self.trained[0].shard.device)
         square = sum((norm.double() ** 2 for norm in norms), start=zero)
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         for flat in self.trained:
-            if flat.grad is not None:
-                flat.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(flat.grad.dtype))
+            if flat.sharded_grad is not None:
+                flat.sharded_grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(flat.sharded_grad.dtype))
         return norm
 
     @torch.no_grad()
@@ -252,18 +253,18 @@ class ZeRO2(ZeRO1):
         self._shard(buckets + group_flat(filling, group, master), optimizer)
         self._sent = 0  # buckets that have left in this backward
 
-    def _put(self, p: nn.Parameter) -> None:
-        if self.home[p] in self.trained[: self._sent]:
+    def _accumulate_grad(self, p: nn.Parameter) -> None:
+        if self.flat_of[p] in self.trained[: self._sent]:
             raise RuntimeError(
                 "a weight got a second gradient after its bucket had left; use checkpoint(..., use_reentrant=False)"
             )
-        super()._put(p)
+        super()._accumulate_grad(p)
         # Strictly in order, so that ranks agree on it whatever their backward used.
-        while self._sent < len(self.trained) and self.trained[self._sent].complete:
+        while self._sent < len(self.trained) and self.trained[self._sent].grads_ready:
             self._send_next()
 
     def _send_next(self) -> None:
-        self._reduce([self.trained[self._sent]])
+        self._reduce_scatter([self.trained[self._sent]])
         self._sent += 1
 
     def backward(self, loss: Tensor) -> None:
@@ -272,7 +273,7 @@ class ZeRO2(ZeRO1):
         with torch.no_grad():
             while self._sent < len(self.trained):
                 self._send_next()
-            self._finish()
+            self._wait_for_reduce_scatters()
         self._sent = 0
 
     @torch.no_grad()
@@ -300,13 +301,13 @@ def gather_state(
     names = {p: name for name, p in module.named_parameters()}
     states: dict[str, dict[str, Tensor]] = {}
     for flat in flats:
-        mine = dict(optimizer.state.get(flat.updated, {}))
-        if flat.master is not None:
-            flat.adopt()
-            mine[MASTER] = flat.updated.detach()
+        mine = dict(optimizer.state.get(flat.sharded_param, {}))
+        if flat.master_dtype is not None:
+            flat.refresh_master()
+            mine[MASTER] = flat.sharded_param.detach()
         for key, value in mine.items():
             parts = [value] * len(flat.params)  # one for all, such as the number of steps
-            if isinstance(value, Tensor) and value.shape == flat.updated.shape:
+            if isinstance(value, Tensor) and value.shape == flat.sharded_param.shape:
                 full = value.new_empty(flat.world_size * flat.width)
                 all_gather(full, value, group=flat.group)
                 parts = flat.split(full)
@@ -328,7 +329,7 @@ def scatter_state(
     names = {p: name for name, p in module.named_parameters()}
     for flat in flats:
         keys = {frozenset(states.get(names[p], {})) for p in flat.params}
-        if len(keys) > 1 or (flat.master is not None) != (MASTER in next(iter(keys))):
+        if len(keys) > 1 or (flat.master_dtype is not None) != (MASTER in next(iter(keys))):
             raise ValueError(
                 f"the state of {names[flat.params[0]]} and its neighbours is not of this model: load what "
                 "full_optimizer_state returned for the same module and master dtype"
@@ -343,6 +344,6 @@ def scatter_state(
                     part.copy_(states[names[p]][key])
                 mine[key] = full.chunk(flat.world_size)[flat.rank]
             mine[key] = mine[key].clone() if isinstance(value, Tensor) else value
-        if flat.master is not None:
-            flat.updated.copy_(mine.pop(MASTER))
-        optimizer.state[flat.updated] = mine
+        if flat.master_dtype is not None:
+            flat.sharded_param.copy_(mine.pop(MASTER))
+        optimizer.state[flat.sharded_param] = mine

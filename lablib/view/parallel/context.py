@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, figure, with_legend
-from lablib.view.timeline import Span, timeline
+from lablib.view.runs import Span, timeline
+from lablib.view.style import COLORS, DASHES, doubling_axis, figure, plot_lines, with_legend
 
-#: One colour a rank; numbers beside the rows say the same without hue.
-_RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
-_LINES = (("weights", "-"), ("gradients", "--"), ("optimizer", "-."), ("activations", ":"))
+#: One colour a rank, or a line; numbers beside the rows say the same without hue.
+_LINES = ("weights", "gradients", "optimizer", "activations")
 
 
 def mask_cut(orders: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Figure:
@@ -29,7 +28,7 @@ def mask_cut(orders: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Figur
         tokens = len(owners)
         for query, rank in enumerate(owners):
             for key in range(tokens):
-                color = _RANKS[rank] if key <= query else "none"
+                color = COLORS[_LINES[rank]] if key <= query else "none"
                 corner = (key + 0.04, tokens - query - 0.96)
                 ax.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=color))
             ax.text(-0.25, tokens - query - 0.5, str(rank), ha="right", va="center", fontsize=9)
@@ -74,14 +73,12 @@ def traffic_by_degree(
     fig, axes = figure(height=2.3 * len(panels) + 0.5, nrows=len(panels), squeeze=False, sharex=True)
     named: set[str] = set()
     for ax, (title, ways) in zip(axes[:, 0], panels.items(), strict=True):
-        for (name, (degrees, sent)), (role, dash) in zip(ways.items(), _LINES, strict=False):
+        for (name, (degrees, sent)), role, dash in zip(ways.items(), _LINES, DASHES, strict=False):
             label = None if name in named else name
             named.add(name)
-            ax.plot(degrees, sent, dash, color=COLORS[role], marker="o", markersize=4, label=label)
+            ax.plot(degrees, sent, linestyle=dash, color=COLORS[role], marker="o", markersize=4, label=label)
         ax.set_title(title, loc="left", fontsize=10)
-        ax.set_xscale("log", base=2)
-        ticks = sorted({degree for degrees, _ in ways.values() for degree in degrees})
-        ax.set_xticks(ticks, labels=[str(degree) for degree in ticks])
+        doubling_axis(ax, sorted({degree for degrees, _ in ways.values() for degree in degrees}))
         ax.set_ylim(bottom=0)
         ax.set_ylabel(unit)
     axes[-1, 0].set_xlabel("degree of context parallelism")
@@ -97,12 +94,10 @@ def memory_by_length(
         limit: Height of the line, in the unit of the axis, and its name.
     """
     fig, ax = figure(height=3.5)
-    for (name, values), (role, dash) in zip(lines.items(), _LINES, strict=False):
-        ax.plot(lengths, values, dash, color=COLORS[role], marker="o", markersize=4, label=name)
+    plot_lines(ax, lengths, lines, _LINES, marker="o", markersize=4)
     ax.axhline(limit[0], color=COLORS["neutral"], linewidth=1.2)
     ax.annotate(limit[1], (lengths[0], limit[0]), (0, 3), textcoords="offset points", fontsize=9)
-    ax.set_xscale("log", base=2)
+    doubling_axis(ax, lengths, [f"{length // 1024}K" for length in lengths])
     ax.set_yscale("log")
-    ax.set_xticks(lengths, labels=[f"{length // 1024}K" for length in lengths])
     ax.set(xlabel="tokens of the sequence", ylabel=f"{unit} on a GPU")
     return with_legend(fig, 2)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, with_legend
+from lablib.view.style import COLORS, DASHES, HATCHES, doubling_axis, figure, plot_lines, with_legend
 
-_LINES = (("communication", "-"), ("forward", "--"), ("gradients", "-."), ("activations", ":"))
+_LINES = ("communication", "forward", "gradients", "activations")
 
 
 def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
@@ -50,12 +50,9 @@ def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
 def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
     """Draw the time of one all-reduce over the number of ranks, one line per algorithm."""
     fig, ax = figure(height=3.3)
-    for (name, values), (role, dash) in zip(seconds.items(), _LINES, strict=False):
-        ax.plot(ranks, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
-    ax.set_xscale("log", base=2)
+    plot_lines(ax, ranks, seconds, _LINES, scale=1e3)
+    doubling_axis(ax, ranks[::2])
     ax.set_yscale("log")
-    ticks = ranks[::2]
-    ax.set_xticks(ticks, labels=[f"{n}" for n in ticks])
     ax.set(xlabel="ranks", ylabel="one all-reduce (ms)")
     return with_legend(fig, 1)
 
@@ -63,8 +60,7 @@ def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
     """Draw communication over backward time, over the tokens of one rank, one line per link."""
     fig, ax = figure(height=3.8)
-    for (name, values), (role, dash) in zip(ratios.items(), _LINES, strict=False):
-        ax.plot(tokens, values, dash, color=COLORS[role], label=name)
+    plot_lines(ax, tokens, ratios, _LINES)
     ax.axhline(1, color=COLORS["neutral"], linewidth=1.2)
     ax.set(xscale="log", yscale="log")
     ax.text(0.98, 0.95, "part of it is exposed", ha="right", va="top", fontsize=9, transform=ax.transAxes)
@@ -76,8 +72,7 @@ def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]
 def bucket_curve(mib: Sequence[float], exposed: Mapping[str, Sequence[float]], *, default: float) -> Figure:
     """Draw the exposed communication of one step over the bucket size."""
     fig, ax = figure(height=3.3)
-    for (name, values), (role, dash) in zip(exposed.items(), _LINES, strict=False):
-        ax.plot(mib, [value * 1e3 for value in values], dash, color=COLORS[role], label=name)
+    plot_lines(ax, mib, exposed, _LINES, scale=1e3)
     ax.axvline(default, color=COLORS["neutral"], linewidth=1.2)
     ax.set(xscale="log", yscale="log")
     ax.text(default * 1.15, ax.get_ylim()[1] * 0.8, f"{default:g} MiB", va="top", fontsize=9)
@@ -95,16 +90,8 @@ def step_split(
     rows = range(len(labels) - 1, -1, -1)
     compute_ms, exposed_ms = [1e3 * x for x in compute], [max(1e3 * x, 0) for x in exposed]
     ax.barh(rows, compute_ms, 0.7, color=COLORS["backward"], label="compute")
-    ax.barh(
-        rows,
-        exposed_ms,
-        0.7,
-        left=compute_ms,
-        color=COLORS["communication"],
-        hatch=HATCHES["communication"],
-        edgecolor="white",
-        label="exposed communication",
-    )
+    look = {"color": COLORS["communication"], "hatch": HATCHES["communication"], "edgecolor": "white"}
+    ax.barh(rows, exposed_ms, 0.7, left=compute_ms, label="exposed communication", **look)
     ax.plot([1e3 * x for x in predicted], rows, "D", color=COLORS["neutral"], markersize=6, label="predicted step")
     ax.set_yticks(rows, labels=labels)
     ax.grid(axis="y", visible=False)
@@ -115,15 +102,8 @@ def step_split(
 def loss_curves(losses: Mapping[str, Sequence[float]]) -> Figure:
     """Draw training losses over steps; later lines are thinner, so that lines that agree both show."""
     fig, ax = figure(height=2.9)
-    for i, ((name, values), (role, dash)) in enumerate(zip(losses.items(), _LINES, strict=False)):
-        ax.plot(
-            range(1, len(values) + 1),
-            values,
-            dash if i else "-",
-            color=COLORS[role],
-            linewidth=6 if i == 0 else 2,
-            alpha=0.45 if i == 0 else 1,
-            label=name,
-        )
+    for (name, values), role, dash in zip(losses.items(), _LINES, DASHES, strict=False):
+        look = {"linewidth": 6, "alpha": 0.45} if dash == "-" else {"linewidth": 2}
+        ax.plot(range(1, len(values) + 1), values, linestyle=dash, color=COLORS[role], label=name, **look)
     ax.set(xlabel="optimizer step", ylabel="loss of the global batch (nats)")
     return with_legend(fig, 2)

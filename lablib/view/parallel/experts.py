@@ -7,22 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
+from lablib.view.style import COLORS, HATCHES, cell, doubling_axis, figure, name_rows, plot_lines, with_legend
 
 #: One colour for each expert; the letters say the same for readers who see no hue.
 _EXPERTS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
 LETTERS = "ABCD"
 _LINES = ("communication", "forward", "gradients", "activations", "optimizer")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-
-
-def _cell(ax: Axes, x: float, y: float, text: str, color: str, width: float = 1.0) -> None:
-    ax.add_patch(Rectangle((x + 0.04, y + 0.04), width - 0.08, 0.92, facecolor=color))
-    ax.text(x + width / 2, y + 0.48, text, ha="center", va="center", fontsize=9, color="white")
 
 
 def route_by_hand(chosen: Sequence[Sequence[int]], *, ranks: int, experts: int) -> Figure:
@@ -40,13 +32,13 @@ def route_by_hand(chosen: Sequence[Sequence[int]], *, ranks: int, experts: int) 
         for i in range(each):
             token = rank * each + i
             for j, expert in enumerate(chosen[token]):
-                _cell(ax, 2 * i + j, 4, LETTERS[expert], _EXPERTS[expert])
+                cell(ax, 2 * i + j + 0.04, 4.04, 0.92, 0.92, LETTERS[expert], _EXPERTS[expert])
             for row in (5, 0):
-                _cell(ax, 2 * i, row, str(token), COLORS["idle"], 2)
+                cell(ax, 2 * i + 0.04, row + 0.04, 1.92, 0.92, str(token), COLORS["idle"])
         x = 0.0
         for expert in range(rank * held, (rank + 1) * held):
             for token in copies[expert]:
-                _cell(ax, x, 2, str(token), _EXPERTS[expert])
+                cell(ax, x + 0.04, 2.04, 0.92, 0.92, str(token), _EXPERTS[expert])
                 x += 1
             x += 0.3
         holds = " and ".join(LETTERS[rank * held : (rank + 1) * held])
@@ -91,22 +83,19 @@ def bytes_by_degree(
     """Draw what a rank sends over the degree of expert parallelism, one panel a kind of link, one line a way to send."""
     fig, axes = figure(height=2.1 * len(panels) + 0.9, nrows=len(panels), sharex=True, squeeze=False)
     for ax, (title, lines) in zip(axes[:, 0], panels.items(), strict=True):
-        for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
-            ax.plot(degrees, values, linestyle=dash, color=COLORS[role], label=name if ax is axes[0, 0] else None)
+        plot_lines(ax, degrees, lines, _LINES)
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_ylim(bottom=0)
         ax.set_ylabel(ylabel)
-    axes[-1, 0].set_xscale("log", base=2)
-    axes[-1, 0].set_xticks(degrees, labels=[f"{e}" for e in degrees])
+    doubling_axis(axes[-1, 0], degrees)
     axes[-1, 0].set_xlabel("ranks that share the experts, ep")
-    return with_legend(fig, 2)
+    return with_legend(fig, 2, handles=axes[0, 0].lines)
 
 
 def balance_runs(violations: Mapping[str, Sequence[float]], loads: Mapping[str, Sequence[float]]) -> Figure:
     """Draw the busiest expert over the mean, step by step, and below it the load of every expert at the end."""
     fig, (top, bottom) = figure(height=4.8, nrows=2)
-    for (name, values), role, dash in zip(violations.items(), _LINES, _DASHES, strict=False):
-        top.plot(range(1, len(values) + 1), values, linestyle=dash, color=COLORS[role], label=name)
+    plot_lines(top, range(1, len(next(iter(violations.values()))) + 1), violations, _LINES)
     top.set(xlabel="optimizer steps", ylabel="busiest over mean")
     top.set_ylim(bottom=0)
     experts = len(next(iter(loads.values())))

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, note, with_legend
+from lablib.view.style import COLORS, DASHES, HATCHES, cell, figure, note, with_legend
 
-#: One colour and one dash for each case that shares a picture with others.
+#: One colour for each case that shares a picture with others.
 _HUES = ("weights", "gradients", "optimizer", "activations", "communication")
-_DASHES = ("-", "--", "-.", ":", (0, (4, 1, 1, 1, 1, 1)))
 
 #: One tensor, one colour, in the pictures of cells.
 _TENSORS = ("weights", "gradients", "optimizer", "activations")
@@ -46,7 +45,7 @@ def gathered(
 ) -> Figure:
     """Draw what a rank holds unsharded over a step, one stepped line per case."""
     fig, ax = figure(height=3.2)
-    for (name, points), role, dash in zip(curves.items(), _HUES, _DASHES, strict=False):
+    for (name, points), role, dash in zip(curves.items(), _HUES, DASHES, strict=False):
         times, amounts = zip(*points, strict=True)
         ax.step(times, amounts, where="post", color=COLORS[role], linestyle=dash, label=name, linewidth=1.8)
     ax.set_ylim(bottom=0)
@@ -87,16 +86,7 @@ def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
     for y, row in enumerate(shards):
         for x, shard in enumerate(row):
             color = COLORS[_TENSORS[shard % len(_TENSORS)]]
-            ax.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, facecolor=color))
-            ax.text(
-                x + 0.5,
-                y + 0.5,
-                f"rank {y * wide + x}\nshard {shard}",
-                ha="center",
-                va="center",
-                color="white",
-                fontsize=9,
-            )
+            cell(ax, x + 0.05, y + 0.1, 0.9, 0.8, f"rank {y * wide + x}\nshard {shard}", color)
     ax.text(wide / 2, -0.12, rows, ha="center", va="bottom", fontsize=10)
     ax.text(-0.1, tall / 2, columns, ha="right", va="center", rotation=90, fontsize=10)
     ax.set(xlim=(-0.55, wide), ylim=(tall, -0.55))

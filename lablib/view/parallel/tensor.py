@@ -11,11 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, with_legend
+from lablib.view.style import COLORS, HATCHES, cell, doubling_axis, figure, plot_lines, with_legend
 
 #: One colour per rank; numbers beside them say the same without hue.
 _RANKS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
-_DASHES = ("-", "--", "-.", ":")
 _LINES = ("communication", "forward", "gradients", "activations")
 
 Matrix = Sequence[Sequence[float]]
@@ -25,8 +24,7 @@ def _matrix(ax: Axes, x: float, values: Matrix, name: str, colors: Sequence[Sequ
     """Draw a matrix with its upper left corner at (x, top) and return its right end."""
     for i, row in enumerate(values):
         for j, value in enumerate(row):
-            ax.add_patch(Rectangle((x + j, top - i - 1), 0.94, 0.94, facecolor=colors[i][j], alpha=1.0))
-            ax.text(x + j + 0.47, top - i - 0.53, f"{value:g}", ha="center", va="center", fontsize=9, color="white")
+            cell(ax, x + j, top - i - 1, 0.94, 0.94, f"{value:g}", colors[i][j])
     ax.text(x + len(values[0]) / 2, top + 0.2, name, ha="center", va="bottom", fontsize=9)
     return x + len(values[0])
 
@@ -60,22 +58,14 @@ def half_layers(variants: Mapping[str, Sequence[tuple[str, str]]], *, ranks: int
     for ax, (title, steps) in zip(axes[:, 0], variants.items(), strict=True):
         for i, (name, kind) in enumerate(steps):
             if kind == "communication":
-                box = Rectangle(
-                    (i + 0.08, 0),
-                    0.84,
-                    ranks - 0.1,
-                    facecolor=COLORS["communication"],
-                    edgecolor="white",
-                    hatch=HATCHES["communication"],
-                )
-                ax.add_patch(box)
-                plate = {"facecolor": COLORS["communication"], "edgecolor": "none", "pad": 3.0}
+                hatched = {"edgecolor": "white", "hatch": HATCHES["communication"]}
+                ax.add_patch(Rectangle((i + 0.08, 0), 0.84, ranks - 0.1, facecolor=COLORS[kind], **hatched))
+                plate = {"facecolor": COLORS[kind], "edgecolor": "none", "pad": 3.0}
                 middle = (ranks - 0.1) / 2
                 ax.text(i + 0.5, middle, name, ha="center", va="center", fontsize=9, color="white", bbox=plate)
                 continue
             for rank in range(ranks):
-                ax.add_patch(Rectangle((i + 0.03, rank), 0.94, 0.9, facecolor=look[kind], alpha=1.0))
-                ax.text(i + 0.5, rank + 0.45, name, ha="center", va="center", fontsize=9, color="white")
+                cell(ax, i + 0.03, rank, 0.94, 0.9, name, look[kind])
         for rank in range(ranks):
             ax.text(-0.08, ranks - rank - 0.55, f"{rank}", ha="right", va="center", fontsize=9)
         ax.set_title(title, loc="left", fontsize=10)
@@ -98,11 +88,7 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
             for row, (name, held, role) in enumerate((("k", keys, "gradients"), ("q", queries, "weights"))):
                 for i, head in enumerate(held):
                     each = width / len(held)
-                    corner = (at + i * each + 0.04, row)
-                    ax.add_patch(Rectangle(corner, each - 0.08, 0.88, facecolor=COLORS[role], alpha=1.0))
-                    middle = corner[0] + (each - 0.08) / 2
-                    text = f"{name}{head}"
-                    ax.text(middle, row + 0.43, text, ha="center", va="center", fontsize=9, color="white")
+                    cell(ax, at + i * each + 0.04, row, each - 0.08, 0.88, f"{name}{head}", COLORS[role])
             at += width
             if rank + 1 < len(ranks):
                 ax.plot([at, at], [-0.1, 2.0], color=COLORS["neutral"], linewidth=1.6)
@@ -115,12 +101,10 @@ def heads_on_ranks(layouts: Mapping[str, Sequence[tuple[Sequence[int], Sequence[
 def share_curves(degrees: Sequence[int], shares: Mapping[str, Sequence[float]], *, domain: int) -> Figure:
     """Draw the share of communication in a layer over the tensor parallel degree, one line per link."""
     fig, ax = figure(height=3.4)
-    for (name, values), role, dash in zip(shares.items(), _LINES, _DASHES, strict=False):
-        ax.plot(degrees, [100 * value for value in values], dash, color=COLORS[role], label=name)
+    plot_lines(ax, degrees, shares, _LINES, scale=100)
     ax.axvline(domain, color=COLORS["neutral"], linewidth=1.2)
     ax.text(domain * 1.06, 97, "end of the node", va="top", fontsize=9)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(degrees, labels=[f"{t}" for t in degrees])
+    doubling_axis(ax, degrees)
     ax.set(ylim=(0, 100), xlabel="tensor parallel degree", ylabel="communication in a layer (%)")
     return with_legend(fig, 1)
 
@@ -147,7 +131,6 @@ def kept_bars(
 def loss_gap(steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, ylabel: str) -> Figure:
     """Draw losses, or differences of losses, over optimizer steps."""
     fig, ax = figure(height=3.0)
-    for (name, values), role, dash in zip(lines.items(), _LINES, _DASHES, strict=False):
-        ax.plot(steps, values, dash, color=COLORS[role], label=name)
+    plot_lines(ax, steps, lines, _LINES)
     ax.set(xlabel="optimizer steps", ylabel=ylabel)
     return with_legend(fig, 1)

@@ -11,28 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lablib.view.style import COLORS, HATCHES, figure, name_rows, with_legend
+from lablib.view.style import COLORS, HATCHES, doubling_axis, figure, name_rows, plot_lines, with_legend
 
 #: Rows of a stage's picture, from top to bottom.
 _ROLES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
 #: One colour for each rank, or layer, where several are told apart.
 _HUES = ("weights", "gradients", "optimizer", "activations", "forward", "backward")
-_DASHES = ("-", "--", "-.", ":")
 
 
 def _cells(ax: Axes, left: float, row: float, held: Sequence[bool], color: str, height: float) -> None:
     for place, here in enumerate(held):
-        ax.add_patch(
-            Rectangle(
-                (left + place, row),
-                0.9,
-                height,
-                facecolor=color if here else "none",
-                edgecolor=color,
-                linewidth=0.8,
-                alpha=1.0 if here else 0.45,
-            )
-        )
+        look = {"facecolor": color} if here else {"facecolor": "none", "alpha": 0.45}
+        ax.add_patch(Rectangle((left + place, row), 0.9, height, edgecolor=color, linewidth=0.8, **look))
 
 
 def stage_grid(stages: Mapping[str, Sequence[Mapping[str, Sequence[bool]]]]) -> Figure:
@@ -64,14 +54,12 @@ def reduction_curves(
 ) -> Figure:
     """Draw how many times less memory a rank needs, over the number of ranks, and the limits that lines tend to."""
     fig, ax = figure(height=3.3)
-    for (name, values), role, dash in zip(factors.items(), _HUES, _DASHES, strict=False):
-        ax.plot(ranks, values, dash, color=COLORS[role], label=name)
+    plot_lines(ax, ranks, factors, _HUES)
     for text, height in limits.items():
         ax.axhline(height, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
         ax.text(ranks[-1], height * 1.04, text, ha="right", va="bottom", fontsize=9)
-    ax.set_xscale("log", base=2)
+    doubling_axis(ax, ranks[::2])
     ax.set_yscale("log", base=2)
-    ax.set_xticks(ranks[::2], labels=[str(n) for n in ranks[::2]])
     heights = [2**k for k in range(0, 11, 2)]
     ax.set_yticks(heights, labels=[f"{height}x" for height in heights])
     ax.set(xlabel="ranks", ylabel="states: times less than DDP")

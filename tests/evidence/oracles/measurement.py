@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lablib.calc.torch_versions import torch_facts
-from lablib.launch.fsdp import KINDS as FSDP_KINDS
+from lablib.launch.fsdp import TRACKED_KINDS as FSDP_KINDS
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
 from lablib.launch.torch_private import (

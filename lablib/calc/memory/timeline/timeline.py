@@ -116,7 +116,7 @@ def memory_timeline(
             (one kernel, no temporaries).
         stage: Pipeline stage to describe; None means the one with the highest peak.
         out_of_place: Whether backward writes into no tensor that is there, as under a dispatch mode: set it to compare
-            with MemTracker, FakeTensorMode or `lablib.launch.measure.memory`. Without one, a second gradient is added to
+            with MemTracker, FakeTensorMode or `lablib.launch.measure.live_memory`. Without one, a second gradient is added to
             the first in place unless that is a view; see `lablib.calc.memory.tape.tape`.
         **settings: Fields of `lablib.calc.memory.RunConfig`; `rung memory --help` explains them.
 

@@ -1,11 +1,5 @@
 """Rounding errors in 8 and 16 bits: FP8 quantization, a sum over ranks in 16 bits, and FP8 training with torchao.
 
-`fp8_error`: weights, activations and gradients spread differently. The error of a block comes from its largest value:
-all others are read relative to it, and those that are too small become zero.
-
-`allreduce_error`: a ring adds one rank after the other, and a 16-bit ring rounds after every addition. With fp32 sums
-only the result is rounded.
-
 `to_float8` (the optional extra `fp8`): torchao swaps `nn.Linear` for a layer that casts its inputs to float8, as
 `lablib.toys.precision.fp8.Fp8Linear` does, and runs `torch._scaled_mm` on tensor cores. With FSDP2 it can also gather
 the weights in float8. Without `torch.compile` the casts cost more than the matmuls gain. It needs compute capability
@@ -31,9 +25,9 @@ from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, MasterWe
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
 
-KINDS = ("weights", "activations", "gradients")
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-LEAST_CAPABILITY = (8, 9)
+TENSOR_KINDS = ("weights", "activations", "gradients")
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+MIN_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both sizes of a matrix, for the float8 kernels
 
 
@@ -64,7 +58,7 @@ def linear_tensors(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
 
     By kind, then by layer: "weights" (N, K), "activations" (tokens, K), "gradients" of outputs (tokens, N).
     """
-    caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    caught: dict[str, dict[str, Tensor]] = {kind: {} for kind in TENSOR_KINDS}
 
     def watch(name: str, layer: nn.Linear):
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -95,7 +89,7 @@ def trained_tensors(*, steps: int = 15, hidden: int = 256, seed: int = 0) -> dic
         optimizer.step()
     with linear_tensors(model) as caught:
         model.loss(next(stream)).backward()
-    return {kind: {name: t for name, t in caught[kind].items() if name != "head"} for kind in KINDS}
+    return {kind: {name: t for name, t in caught[kind].items() if name != "head"} for kind in TENSOR_KINDS}
 
 
 def error_table(
@@ -132,7 +126,7 @@ def delayed_scaling_run(
         For every step: "amax", the scale's range "covered", relative errors "delayed" and "current", and "saturated",
         the share of values that the delayed scale cuts off.
     """
-    from lablib.launch.precision.runs import BATCH, SEQ, small_model
+    from lablib.launch.precision.watched_training import BATCH, SEQ, small_model
 
     weights = MasterWeights(small_model(), torch.float32)
     optimizer = torch.optim.AdamW(weights.master.parameters(), lr=3e-3)
@@ -176,8 +170,8 @@ def missing_for_float8() -> str | None:
     if not torch.cuda.is_available():
         return "no GPU: float8 training would run, but not faster; see lablib.toys.precision.fp8 for what it computes"
     capability = torch.cuda.get_device_capability()
-    if torch.version.hip is None and capability < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
+    if torch.version.hip is None and capability < MIN_CAPABILITY:
+        least = ".".join(map(str, MIN_CAPABILITY))
         return f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; float8 needs {least}"
     return None
 
@@ -197,7 +191,7 @@ def to_float8(
         keep: Says by its name which layer stays in high precision: the head, as a rule.
         emulate: Compute in fp32 what float8 would give: for machines without float8 units.
     """
-    one_of("recipe", recipe, RECIPES)
+    one_of("recipe", recipe, FLOAT8_RECIPES)
     if fsdp_gather and recipe != "tensorwise":
         raise ValueError(f"fsdp_gather needs one scale for a tensor, and recipe={recipe!r} has more; use 'tensorwise'")
     if importlib.util.find_spec("torchao") is None:

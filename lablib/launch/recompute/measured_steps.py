@@ -304,7 +304,7 @@ def tensor_parallel_reduces(strategy: str, *, early_stop: bool = True, layers: i
     return (more_forward - forward) // (layers - 1), (more_backward - backward) // (layers - 1)
 
 
-def ddp_with(use_reentrant: bool, *, find_unused_parameters: bool = True) -> str:
+def ddp_error(use_reentrant: bool, *, find_unused_parameters: bool = True) -> str:
     """Train one step of DDP over two recomputed layers; return the first sentence of the error, "" if it went well.
 
     With `find_unused_parameters` DDP walks the graph from the loss before backward. A reentrant checkpoint hides its

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.calc.models import ModelConfig
-from lablib.toys.expert_parallel.balance import count_choices, load_balancing_loss, update_bias, z_loss
-from lablib.toys.expert_parallel.experts import INIT_STD, Experts
+from lablib.toys.expert_parallel.experts import INIT_STD, Experts, routed_parameters
 from lablib.toys.expert_parallel.layer import MoE, Routing, check_mixture
+from lablib.toys.expert_parallel.router import count_choices, load_balancing_loss, update_bias, z_loss
+from lablib.toys.tensor_parallel import ParallelTransformer, parallelize, sum_gradient
 from lablib.toys.transformer import Transformer, tiny_config
 
 
@@ -35,7 +36,7 @@ class MoETransformer(Transformer):
         config: Of the llama family, with experts; see `tiny_mixture`.
         group: The ep ranks; None is one process.
         attention: "fused" or "plain", as in `Transformer`.
-        **options: Of every `MoE`: capacity_factor, products, hops.
+        **options: Of every `MoE`: capacity_factor, products.
     """
 
     def __init__(
@@ -145,3 +146,44 @@ def tiny_mixture(**overrides: object) -> ModelConfig:
     """
     fields = {"num_layers": 2, "hidden": 64, "num_experts": 8, "experts_per_token": 2, "expert_ffn": 64}
     return tiny_config("llama", **(fields | {"name": "tiny-mixture"} | overrides))
+
+
+def fold(
+    whole: MoETransformer, tp_group: dist.ProcessGroup, ep_group: dist.ProcessGroup, **options: object
+) -> ParallelTransformer:
+    """Return the model with attention split over tp and experts over ep, with copies of its weights.
+
+    tp = 2 in attention, ep = 4 and no tp in the experts, on 4 ranks:
+
+        rank                 0    1    2    3
+        attention            tp 0 1    tp 0 1        two halves of the heads; two replicas, dp = 2
+        experts              0,1  2,3  4,5  6,7      ep = 4, made of tp x dp: edp = 1
+
+    Tensor parallel ranks have the same tokens, which would reach every expert twice. Under sequence parallelism each
+    of them holds S/tp tokens of the stream, and these are what it dispatches. So router and shared expert see S/tp
+    tokens of their replica's loss: their gradients are summed over tp, as those of norms are, and then averaged over
+    dp. Experts have seen the tokens of all tp x dp ranks, that is of dp losses: their sum over edp is divided by dp.
+
+    Liu et al. 2025 (MoE Parallel Folding, 2504.14960), section 3.
+
+    Args:
+        whole: In one process, with the same weights on every rank.
+        tp_group: The ranks that split attention, which get the same tokens.
+        ep_group: The ranks that share the experts, all tp ranks of a replica among them.
+        **options: Of every `MoE`: capacity_factor, products.
+    """
+    config, state = whole.config, whole.state_dict()
+    names = [f"blocks.{layer}.mlp." for layer in range(config.num_layers) if config.has_experts(layer)]
+    dtype = whole.embed.weight.dtype
+    outside = Transformer(dense_twin(config)).to(dtype)
+    outside.load_state_dict({n: v for n, v in state.items() if not n.startswith(tuple(names))}, strict=False)
+    split = parallelize(outside, tp_group, sequence_parallel="keep")
+    for name in names:
+        moe = MoE(config, ep_group, **options).to(dtype)
+        moe.load_whole({n.removeprefix(name): v for n, v in state.items() if n.startswith(name)})
+        split.get_submodule(name.removesuffix(".mlp.")).mlp = moe
+        routed = set(routed_parameters(moe))
+        for parameter in moe.parameters():
+            if parameter not in routed:
+                sum_gradient(parameter, tp_group)
+    return split

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 
-def gradient_room(p: nn.Parameter, memory: Tensor | None = None) -> Tensor:
+def empty_grad(p: nn.Parameter, memory: Tensor | None = None) -> Tensor:
     """Return an uninitialized tensor with the shape, dtype and strides that a parameter's gradient must have.
 
     Args:
         memory: A flat array of as many values to lie in, such as a part of a bucket; None takes new memory.
     """
-    room = torch.empty_like(p, requires_grad=False)
-    return room if memory is None else memory.as_strided(p.shape, room.stride())
+    grad = torch.empty_like(p, requires_grad=False)
+    return grad if memory is None else memory.as_strided(p.shape, grad.stride())
 
 
-def set_gradient(p: nn.Parameter, values: Tensor) -> None:
+def set_grad(p: nn.Parameter, values: Tensor) -> None:
     """Give a parameter a gradient of its own with these values, which come in the order of the parameter's indices."""
-    p.grad = gradient_room(p).copy_(values.view(p.shape))
+    p.grad = empty_grad(p).copy_(values.view(p.shape))

@@ -17,58 +17,43 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.lib import format as npy
 from torch import Tensor, nn
 
 from lablib.calc.flops import step_flops
 from lablib.launch.fsdp import init_transformer, materialize
 from lablib.launch.ranks import agree, from_rank_0, own_rank
-from lablib.launch.training.config import TrainConfig, train_model
+from lablib.launch.training.train_config import TrainConfig, train_model
 from lablib.toys.text import VOCAB, text
 from lablib.toys.transformer import Transformer
 
-_CHUNK = 1 << 24  # token ids written at a time
 #: A target of this value has no loss.
 IGNORE_INDEX = -100
 
 
-def write_tokens(path: str | Path, chunks: Iterable[np.ndarray | Tensor], *, vocab: int) -> Path:
+def write_tokens(path: str | Path, ids: np.ndarray | Tensor, *, vocab: int) -> Path:
     """Write token ids to a file that `open_tokens` maps; it appears when it is complete.
 
     Ids are below `vocab`; up to 65,536 take 2 bytes each, more take 4.
     """
-    path = Path(path)
+    path, ids = Path(path), np.asarray(ids)
     if path.suffix != ".npy":
         raise ValueError(f"{path} must end with .npy: it is a NumPy array file")
-    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    if ids.ndim != 1 or not ids.size:
+        raise ValueError(f"token ids of shape {ids.shape} for {path}; they are 1-D, and at least one")
+    if not 0 <= ids.min() <= ids.max() < vocab:
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()} are not in 0..{vocab - 1}")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    count = 0
     try:
         with aside.open("wb") as file:
-            data_at = _header(file, dtype, 0)
-            for chunk in chunks:
-                ids = np.asarray(chunk)
-                if ids.ndim != 1:
-                    raise ValueError(f"a piece of {path} has shape {ids.shape}; token ids are 1-D")
-                if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
-                    raise ValueError(f"token ids from {ids.min()} to {ids.max()} are not in 0..{vocab - 1}")
-                for first in range(0, ids.size, _CHUNK):
-                    file.write(ids[first : first + _CHUNK].astype(dtype).tobytes())
-                count += ids.size
-            if not count:
-                raise ValueError(f"there are no tokens to write to {path}")
-            file.seek(0)
-            # The header leaves room for a longer shape, so it keeps its length.
-            if _header(file, dtype, count) != data_at:
-                raise RuntimeError("NumPy's header changed its length")
+            np.save(file, ids.astype("<u2" if vocab <= 1 << 16 else "<u4"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -85,7 +70,7 @@ def text_tokens(folder: str | Path, source: str = "") -> Path:
     encoded = text(source or None).encode()
     path = Path(folder) / f"text-{zlib.crc32(encoded):08x}.npy"
     if not path.exists():
-        write_tokens(path, [np.frombuffer(encoded, dtype=np.uint8)], vocab=VOCAB)
+        write_tokens(path, np.frombuffer(encoded, dtype=np.uint8), vocab=VOCAB)
     return path
 
 
@@ -154,14 +139,8 @@ class SampleOrder:
         return self._shuffled
 
 
-def _header(file: object, dtype: np.dtype, count: int) -> int:
-    """Write the header of a 1-D array; return where the data begins."""
-    npy.write_array_header_1_0(file, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)})
-    return file.tell()
-
-
 def token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of all targets, in fp32; those that are `IGNORE` have none.
+    """Return the sum of the cross-entropies of all targets, in fp32; those that are `IGNORE_INDEX` have none.
 
     The sum and not the mean: ranks and micro-batches may hold different numbers of targets, and a mean of their means
     would weigh them wrongly.

@@ -54,7 +54,7 @@ from lablib.launch.records import (
 from lablib.launch.training import read_metrics
 
 Kind = Literal["one", "weak", "strong"]
-KINDS = ("one", "weak", "strong")
+SCALINGS = ("one", "weak", "strong")
 #: A model with so many parameters is no toy: GPT-2's smallest has more, the laptop's models have not a tenth.
 REAL_PARAMS = 100e6
 #: What may be predicted: seconds of a step, throughput over that of one rank, bytes of a rank at most.
@@ -89,8 +89,8 @@ class ScalingReport:
         """
         if warm_up < 0:
             raise ValueError(f"warm_up={warm_up} must not be negative")
-        if scaling not in KINDS:
-            raise ValueError(f"scaling={scaling!r} is unknown; use one of {', '.join(KINDS)}")
+        if scaling not in SCALINGS:
+            raise ValueError(f"scaling={scaling!r} is unknown; use one of {', '.join(SCALINGS)}")
         samples = read_run(run)
         ranks = len(samples)
         if (scaling == "one") != (ranks == 1):
@@ -150,13 +150,13 @@ def read_run(run: str | Path) -> list[list[dict[str, Any]]]:
 def scaling_records(folder: str | Path) -> list[dict[str, Any]]:
     """Return the records of a report: one rank first, then weak and strong, by ranks."""
     # Named as `add` names them: a folder `runs` may hold other things, such as the queues of the labs.
-    paths = [p for kind in KINDS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
+    paths = [p for kind in SCALINGS for p in sorted((Path(folder) / "runs").glob(f"{kind}-*.json"))]
     found = [_record(path) for path in paths]
     if not found:
         raise ValueError(f"{folder} holds no report: there is no runs/one-1.json")
     if not any(record["scaling"] == "one" for record in found):
         raise ValueError(f"{folder} has no run on one rank to compare with: runs/one-1.json is missing")
-    return sorted(found, key=lambda record: (KINDS.index(record["scaling"]), record["ranks"]))
+    return sorted(found, key=lambda record: (SCALINGS.index(record["scaling"]), record["ranks"]))
 
 
 _STEP = {"seconds": POSITIVE, "tokens_per_second": NUMBER, "loss?": FLOAT} | dict.fromkeys(
@@ -177,8 +177,8 @@ def _record(path: Path) -> dict[str, Any]:
     """Return a record whose fields are what the rest of this module takes them for."""
     record = {"predicted": None, "yours": None} | check_fields(read_json(path), _RECORD, path)
     ranks, steps = len(record["samples"]), min(map(len, record["samples"]), default=0)
-    if record["scaling"] not in KINDS:
-        raise ValueError(f"{path}: scaling is {shown(record['scaling'])} and must be one of {', '.join(KINDS)}")
+    if record["scaling"] not in SCALINGS:
+        raise ValueError(f"{path}: scaling is {shown(record['scaling'])} and must be one of {', '.join(SCALINGS)}")
     if record["ranks"] != ranks or (ranks == 1) != (record["scaling"] == "one"):
         raise ValueError(f"{path}: ranks is {record['ranks']}, with samples of {ranks} and scaling {record['scaling']}")
     if steps <= record["warm_up"]:
@@ -230,8 +230,8 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
     table = []
     for record in found:
         measured = spread(_seconds(record))
-        told = record["predicted"] or {}
-        predicted = told.get("step")
+        prediction = record["predicted"] or {}
+        predicted = prediction.get("step")
         row = {
             "run": f"{record['ranks']} rank{'s' if record['ranks'] > 1 else ''}"
             + ("" if record["scaling"] == "one" else f", {record['scaling']}"),
@@ -242,9 +242,9 @@ def report_rows(folder: str | Path) -> list[dict[str, Any]]:
             "mfu": median(mfu) if (mfu := _values(record, "mfu")) else None,
             "memory_bytes": max(_values(record, "memory_bytes"), default=None),
             "predicted": predicted,
-            "predicted_memory": told.get("memory_bytes"),
-            "predicted_links": told.get("links"),
-            "predicted_error": told.get("step_error"),
+            "predicted_memory": prediction.get("memory_bytes"),
+            "predicted_links": prediction.get("links"),
+            "predicted_error": prediction.get("step_error"),
             "error": predicted / measured.median - 1 if predicted else None,
             "yours": record.get("yours") or {},
             "where": describe_machine(record),

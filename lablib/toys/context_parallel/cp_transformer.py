@@ -194,3 +194,45 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         if parameter.grad is not None:
             parameter.grad /= ranks
             dist.all_reduce(parameter.grad, group=group)
+
+
+# --- one thing forgotten ----------------------------------------------------------------------------------------
+
+
+class _Positions(ContextParallelTransformer):
+    def token_positions(self, seq: int, device: torch.device) -> Tensor:
+        return torch.arange(seq // self.cp, device=device)
+
+
+class _Labels(ContextParallelTransformer):
+    def cut(self, tokens_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        tokens_Bs = shard(tokens_BS, 1, self.group, self.order)
+        end_B1 = torch.full_like(tokens_Bs[:, :1], IGNORED)
+        return tokens_Bs, torch.cat((tokens_Bs[:, 1:], end_B1), dim=1)
+
+
+class _Documents(ContextParallelTransformer):
+    def forward(self, tokens_Bs: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        return super().forward(tokens_Bs, None)
+
+
+class _Mean(ContextParallelTransformer):
+    def mean(self, losses_Bs: Tensor, counts_Bs: Tensor) -> Tensor:
+        return losses_Bs.sum() / counts_Bs.sum()
+
+
+_FORGETFUL = {"positions": _Positions, "labels": _Labels, "documents": _Documents, "mean": _Mean}
+
+
+def forgetful(what: str) -> type[ContextParallelTransformer]:
+    """Return a transformer that forgets one thing: all of them run, and all are wrong.
+
+    The fifth thing to forget, gradients, is no matter of the model: `average_gradients(model, dp_group)` lets the ranks
+    of a sequence, equal at first, drift apart.
+
+    Args:
+        what: "positions": every rank calls its tokens 0 ... s - 1. "labels": shifted after the cut, so that a part's
+            last token has none. "documents": the mask is causal and no more. "mean": every rank takes its own, so that
+            a token counts more on a rank that has fewer.
+    """
+    return _FORGETFUL[one_of("thing to forget", what, _FORGETFUL)]

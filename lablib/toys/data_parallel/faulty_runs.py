@@ -1,8 +1,8 @@
-"""Five patients: data-parallel runs that all end with a falling loss. One is healthy, four are not.
+"""Five data-parallel runs that all end with a falling loss. One is healthy, four have a fault.
 
-Every patient is a way to wrap a model and a way to share out the samples, with the interface of the right
-thing. `train` runs one on all ranks and returns its chart; which patient has what is for the reader of the
-chart to find. Loss curves are poor witnesses, so the chart has better ones.
+Every run is a way to wrap a model and a way to share out the samples, with the interface of the right thing.
+`train_regression` runs one on all ranks and returns what it measured; which run has which fault is for the reader to
+find.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from lablib.toys.data_parallel.ddp import NaiveDDP
 
-#: What a patient can have, in the words of the chapter.
+#: What a run can have, in the words of the chapter.
 DIAGNOSES = (
     "healthy",
     "gradients summed instead of averaged",
@@ -25,7 +25,7 @@ DIAGNOSES = (
     "same data on every rank",
     "set_epoch is missing",
 )
-_WARD = {"A": 3, "B": 1, "C": 0, "D": 4, "E": 2}  # letter to diagnosis; look only after you have decided
+_DIAGNOSIS_OF = {"A": 3, "B": 1, "C": 0, "D": 4, "E": 2}  # letter to diagnosis; look only after you have decided
 
 
 class _Model(NaiveDDP):
@@ -48,16 +48,16 @@ class _Model(NaiveDDP):
 class _Sampler(DistributedSampler):
     """DistributedSampler, with a way to lose the epoch."""
 
-    def __init__(self, length: int, ranks: int, rank: int, seed: int, deaf: bool):
+    def __init__(self, length: int, ranks: int, rank: int, seed: int, lose_epoch: bool):
         super().__init__(range(length), num_replicas=ranks, rank=rank, seed=seed, drop_last=True)
-        self._deaf = deaf
+        self._lose_epoch = lose_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(0 if self._deaf else epoch)
+        super().set_epoch(0 if self._lose_epoch else epoch)
 
 
 @dataclass(frozen=True)
-class Patient:
+class FaultyRun:
     """A way to wrap a model and a way to share out samples, both with the usual interface."""
 
     name: str
@@ -69,24 +69,24 @@ class Patient:
 
     def sampler(self, length: int, *, ranks: int, rank: int, seed: int = 0) -> DistributedSampler:
         """Return this rank's sampler over a data set, used as PyTorch's: `set_epoch`, then iterate."""
-        return _Sampler(length, ranks, 0 if self._case == 3 else rank, seed, deaf=self._case == 4)
+        return _Sampler(length, ranks, 0 if self._case == 3 else rank, seed, lose_epoch=self._case == 4)
 
 
-def patient(name: str) -> Patient:
-    """Return a patient by letter."""
-    if name not in _WARD:
-        raise ValueError(f"there is no patient {name!r}; there are {', '.join(_WARD)}")
-    return Patient(name, _WARD[name])
+def get_run(name: str) -> FaultyRun:
+    """Return a run by letter."""
+    if name not in _DIAGNOSIS_OF:
+        raise ValueError(f"there is no run {name!r}; there are {', '.join(_DIAGNOSIS_OF)}")
+    return FaultyRun(name, _DIAGNOSIS_OF[name])
 
 
 def diagnosis(name: str) -> str:
-    """Return what the patient has: one of `DIAGNOSES`. Decide before you look."""
-    return DIAGNOSES[patient(name)._case]
+    """Return what the run has: one of `DIAGNOSES`. Decide before you look."""
+    return DIAGNOSES[get_run(name)._case]
 
 
 @dataclass
 class Chart:
-    """Measurements of one rank during `train`; one entry per step.
+    """Measurements of one rank; one entry per step.
 
     Attributes:
         losses: Mean loss over this rank's own samples.
@@ -128,7 +128,7 @@ def train_regression(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if global_batch % ranks:
         raise ValueError(f"ranks={ranks} does not divide global_batch={global_batch}")
-    chosen, chart, batch = patient(name), Chart(), global_batch // ranks
+    chosen, chart, batch = get_run(name), Chart(), global_batch // ranks
     data = torch.Generator().manual_seed(seed)
     x_ND = torch.randn(samples, 8, generator=data)
     y_N1 = torch.sin(x_ND.sum(dim=1, keepdim=True))

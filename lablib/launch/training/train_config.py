@@ -190,10 +190,10 @@ class TrainConfig:
 def differences(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     """Return in words what differs between the settings of a checkpoint and of a run; "" where nothing does."""
     wrong = [key for key in settings if saved.get(key) != settings[key]]
-    told = "; ".join(f"{key} was {saved.get(key)} and is {settings[key]}" for key in wrong)
+    changes = "; ".join(f"{key} was {saved.get(key)} and is {settings[key]}" for key in wrong)
     if wrong == ["lr_steps"]:  # nobody typed it: it follows --steps
-        told += f" (to take more steps of the same run, keep its schedule: lr_steps={saved.get('lr_steps')})"
-    return told
+        changes += f" (to take more steps of the same run, keep its schedule: lr_steps={saved.get('lr_steps')})"
+    return changes
 
 
 def describe(config: TrainConfig, ranks: int) -> str:

@@ -121,7 +121,7 @@ def _cut(full: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
 
 
 #: The tracker's names, and ours.
-KINDS = {
+TRACKED_KINDS = {
     "Sharded Param": "parameters",
     "Unsharded Param": "unsharded parameters",
     "Sharded Grad": "gradients",
@@ -138,7 +138,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Bytes on rank 0, by the kinds of `KINDS`."""
+    """Bytes on rank 0, by the kinds of `TRACKED_KINDS`."""
 
     peak: dict[str, int]  # at the instant when the most is held in all
     after_backward: dict[str, int]  # between backward and the optimizer's step: the states
@@ -217,7 +217,7 @@ class _Tracker(FSDPMemTracker):
     def __init__(self, *args: Any):
         super().__init__(*args)
         must_have(self, "_curr_mem_snap", "_root_mod")
-        self.most = dict.fromkeys(KINDS.values(), 0)
+        self.most = dict.fromkeys(TRACKED_KINDS.values(), 0)
         self.most_gathered = self.most_held = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,10 +245,10 @@ class _Tracker(FSDPMemTracker):
 
 def _bytes(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
     """Return a snapshot of all devices by our kinds."""
-    total = dict.fromkeys(KINDS.values(), 0)
+    total = dict.fromkeys(TRACKED_KINDS.values(), 0)
     for kinds in snapshot.values():
         for kind, size in kinds.items():
-            if (name := KINDS.get(getattr(kind, "value", kind))) is not None:
+            if (name := TRACKED_KINDS.get(getattr(kind, "value", kind))) is not None:
                 total[name] += size
     return total
 
