@@ -504,7 +504,7 @@ def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], l
         rows = [_rows(named[name], most * width) for name, most in zip(_PARTS, (heads, kv), strict=False)]
         others = {whole(other, "A rank") for other in numbers(named["sum_over"], f"sum_over of rank {rank}")}
         if not others <= set(range(tp)):
-            raise Wrong(f"{where}: sum_over of rank {rank} names ranks that do not exist, {some(sorted(others))}.")
+            raise Wrong(f"{where}: sum_over of rank {rank} names ranks that do not exist, [{some(sorted(others))}].")
         found.append((*rows, others | {rank}))
     if len(found) != tp:
         raise Wrong(f"{where}: return one triple for each of the {tp} ranks.")

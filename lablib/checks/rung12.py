@@ -91,15 +91,11 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
 
 
 def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
-    named = by_name(got, "out", "lse")
-    pair = (
-        tuple(named.values())
-        if named
-        else _pair(
-            got, "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
-        )
-    )
-    out, lse = (_tensor(each, name) for each, name in zip(pair, ("The output", "lse"), strict=True))
+    otherwise = "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
+    if isinstance(got, Mapping):
+        got = tuple(by_name(got, "out", "lse", otherwise=otherwise).values())
+    parts = pair(got, otherwise)
+    out, lse = (_tensor(each, name) for each, name in zip(parts, ("The output", "lse"), strict=True))
     if (out.numel(), lse.numel()) != (truth[0].numel(), truth[1].numel()):
         raise Wrong(f"For rows of width {truth[0].shape[1]} return an output of shape {tuple(truth[0].shape)}, and one "
                     f"lse a row; yours have the shapes {tuple(out.shape)} and {tuple(lse.shape)}.")  # fmt: skip
