@@ -91,10 +91,8 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
 def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
     """Return both halves of a route as lists of numbers."""
     otherwise = "Return a pair, weights and chosen, each with a row for each token."
-    if isinstance(got, Mapping):
-        got = tuple(by_name(got, "weights", "chosen", otherwise=otherwise).values())
     halves = []
-    for name, half in zip(("weights", "chosen"), pair(got, otherwise), strict=True):
+    for name, half in zip(("weights", "chosen"), pair(got, otherwise, "weights", "chosen"), strict=True):
         rows = numbers(half, f"`{name}`")
         found = [numbers(row, f"A row of `{name}`") for row in rows]
         if len(found) != tokens or any(len(row) != k for row in found):

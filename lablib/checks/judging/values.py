@@ -60,13 +60,19 @@ def by_name(got: object, *names: str, otherwise: str = "") -> Mapping[str, Any]:
     raise Wrong(otherwise or f"Return a dictionary with the keys {', '.join(names)}.")
 
 
-def pair(got: object, otherwise: str) -> tuple[Any, Any]:
-    """Return the two parts of an answer, whatever holds them but a mapping; raise `Wrong` with `otherwise` if there are not two."""
+def pair(got: object, otherwise: str, *names: str) -> tuple[Any, Any]:
+    """Return the two parts of an answer, whatever holds them: a sequence, a dataclass, or these names.
+
+    Raises:
+        Wrong: If there are not two; it says `otherwise`.
+    """
+    if names and (isinstance(got, Mapping) or all(hasattr(got, name) for name in names)):
+        named = by_name(got, *names, otherwise=otherwise)
+        return named[names[0]], named[names[1]]
     if is_dataclass(got) and not isinstance(got, type):
         got = [getattr(got, field.name) for field in fields(got)]
-    parts = (
-        list(got) if hasattr(got, "__iter__") and not isinstance(got, str | Mapping) and getattr(got, "ndim", 1) else []
-    )
+    several = hasattr(got, "__iter__") and not isinstance(got, str | Mapping) and getattr(got, "ndim", 1)
+    parts = list(got) if several else []  # type: ignore[call-overload]
     if len(parts) != 2:
         raise Wrong(otherwise)
     return parts[0], parts[1]
