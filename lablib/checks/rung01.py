@@ -13,7 +13,7 @@ from itertools import product
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake
+from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake, pair, refuse
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes of optimizer moments per parameter; the 8-bit one keeps one fp32 scale per block of 256 values.
@@ -109,11 +109,7 @@ def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
             cases.append((round(filled * capacity * 2**30 / 1e9 / share), gpus, capacity, strategy))
     answers = []
     for case in cases:
-        given = answer(*case)
-        try:
-            gigabytes, verdict = given if not isinstance(given, Mapping) else ()
-        except (TypeError, ValueError):
-            raise Wrong("Return two things: GB per GPU, and True or False.") from None
+        gigabytes, verdict = pair(answer(*case), "Return two things: GB per GPU, and True or False.")
         if isinstance(verdict, str) or verdict not in (True, False):
             raise Wrong(f"The second value should be True or False, and is {verdict!r}.")
         answers.append((gigabytes, bool(verdict)))
@@ -182,18 +178,16 @@ def _judge_verdicts(cases: Sequence[tuple], gigabytes: Sequence[float], verdicts
     if all_are(lambda g, capacity, gpus: g <= capacity * gib):
         return
     case, g = next((c, g) for c, g, v in zip(cases, gigabytes, verdicts, strict=True) if v != (g <= c[2] * gib))
-    told = f"{g:.1f} GB on GPUs of {case[2]} GiB, which are {case[2] * gib:.1f} GB"
-    if len(set(verdicts)) == 1:
-        raise Wrong(f"The verdict is {verdicts[0]} in every case, and depends on the bytes and the capacity ({told}).")
-    if all_are(lambda g, capacity, gpus: g <= capacity):
-        raise Wrong(f"GB were compared with GiB: {told}.")
-    if all_are(lambda g, capacity, gpus: g > capacity * gib):
-        raise Wrong(f"The verdict is the wrong way round: True means that it fits ({told}).")
-    if all_are(lambda g, capacity, gpus: g <= gpus * capacity * gib):
-        raise Wrong(f"Compare what one GPU holds with one GPU's capacity, not with that of all ({told}).")
-    if g <= case[2] * gib:
-        raise Wrong(f"No reserve is asked for here: the states alone fit if they are at most the capacity ({told}).")
-    raise Wrong(f"The bytes are right and the verdict is not: compare them with one GPU's capacity ({told}).")
+    refuse(
+        f"{g:.1f} GB on GPUs of {case[2]} GiB, which are {case[2] * gib:.1f} GB",
+        (f"The verdict is {verdicts[0]} in every case, and depends on the bytes and the capacity", len(set(verdicts)) == 1),
+        ("GB were compared with GiB", all_are(lambda g, capacity, gpus: g <= capacity)),
+        ("The verdict is the wrong way round: True means that it fits", all_are(lambda g, capacity, gpus: g > capacity * gib)),
+        ("Compare what one GPU holds with one GPU's capacity, not with that of all",
+         all_are(lambda g, capacity, gpus: g <= gpus * capacity * gib)),
+        ("No reserve is asked for here: the states alone fit if they are at most the capacity", g <= case[2] * gib),
+        ("The bytes are right and the verdict is not: compare them with one GPU's capacity", True),
+    )  # fmt: skip
 
 
 @check(
