@@ -1,5 +1,7 @@
 """Planted defects for the checks of rung 01: each runs, keeps the units and types, and errs in one idea."""
 
+# ruff: noqa: E731
+
 from __future__ import annotations
 
 import numpy as np
@@ -47,8 +49,7 @@ class bytes_per_parameter:
     def gradients_always_fp32(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, ["fp32"] * len(gradients), master, optimizer)
 
-    def always_sixteen(weights, gradients, master, optimizer):
-        return 16
+    always_sixteen = lambda weights, gradients, master, optimizer: 16
 
     def weights_always_bf16(weights, gradients, master, optimizer):
         return bytes_per_parameter.right("bf16", gradients, master, optimizer)
@@ -87,11 +88,8 @@ class fits:
         gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
         return gigabytes, gigabytes <= capacity_gib
 
-    def never_divided(params, gpus, capacity_gib, strategy):
-        return fits.right(params, 1, capacity_gib, strategy)
-
-    def ddp_divides_too(params, gpus, capacity_gib, strategy):
-        return fits.right(params, gpus, capacity_gib, "zero-3")
+    never_divided = lambda params, gpus, capacity_gib, strategy: fits.right(params, 1, capacity_gib, strategy)
+    ddp_divides_too = lambda params, gpus, capacity_gib, strategy: fits.right(params, gpus, capacity_gib, "zero-3")
 
     def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
         other = {"zero-1": "zero-2", "zero-2": "zero-1"}.get(strategy, strategy)

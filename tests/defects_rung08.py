@@ -42,17 +42,15 @@ class round_to:
     def saturates(x, exponent_bits, mantissa_bits):
         return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
 
-    def gap_of_the_power_above(x, exponent_bits, mantissa_bits):
-        """Takes the exponent of frexp for that of the power of two below."""
-        return _rounded(x, exponent_bits, mantissa_bits - 1)
+    # Takes the exponent of frexp for that of the power of two below.
+    gap_of_the_power_above = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits - 1)
 
     def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
         rounded = _rounded(x, exponent_bits, mantissa_bits)
         return math.inf if math.isinf(rounded) else rounded
 
-    def one_bit_too_many(x, exponent_bits, mantissa_bits):
-        """Counts the leading one, which is not stored, as a mantissa bit that is."""
-        return _rounded(x, exponent_bits, mantissa_bits + 1)
+    # Counts the leading one, which is not stored, as a mantissa bit that is.
+    one_bit_too_many = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits + 1)
 
     def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
         largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
@@ -80,8 +78,7 @@ class round_to:
     def rounds_negatives_down(x, exponent_bits, mantissa_bits):
         return _rounded(x, exponent_bits, mantissa_bits, how=math.floor if x < 0 else round)
 
-    def loses_the_sign(x, exponent_bits, mantissa_bits):
-        return abs(_rounded(x, exponent_bits, mantissa_bits))
+    loses_the_sign = lambda x, exponent_bits, mantissa_bits: abs(_rounded(x, exponent_bits, mantissa_bits))
 
     def waits_for_zero_to_grow(x, exponent_bits, mantissa_bits):
         size, power = abs(x), 0
@@ -411,12 +408,9 @@ class fp8_round_trip:
         return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
 
     e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
-
     e5m2_up_to_448 = lambda x, rows, columns: _trip(x, rows, columns, dtype=torch.float8_e5m2)
-
-    def whole_numbers(x, rows, columns):
-        """INT8's rule: evenly spaced, up to 127."""
-        return _trip(x, rows, columns, top=127.0, dtype=torch.int8)
+    # INT8's rule: evenly spaced, up to 127.
+    whole_numbers = lambda x, rows, columns: _trip(x, rows, columns, top=127.0, dtype=torch.int8)
 
     def blocks_out_of_their_places(x, rows, columns):
         return _trip(x, rows, columns).unfold(0, rows, rows).unfold(1, columns, columns).reshape(x.shape)
@@ -446,11 +440,8 @@ class fp8_round_trip:
                     out[place] = codes.float() / inverse
         return out
 
-    def divides_again(x, rows, columns):
-        return _trip(x, rows, columns, back=lambda values, scale: values / scale)
-
-    def upside_down(x, rows, columns):
-        return _trip(x, rows, columns, exact=lambda scale: 1 / scale)
+    divides_again = lambda x, rows, columns: _trip(x, rows, columns, back=lambda values, scale: values / scale)
+    upside_down = lambda x, rows, columns: _trip(x, rows, columns, exact=lambda scale: 1 / scale)
 
     def counts_no_rows(x, rows, columns):
         row, below, height = 0, 0, len(x)
