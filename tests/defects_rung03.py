@@ -651,7 +651,7 @@ SENTENCES = {
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
     "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
     "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
-    "no_gradient_through_the_sum": "no gradient reaches `up` on rank 0",
+    "no_gradient_through_the_sum": "no gradient gets through the sum",
     "the_functions_of_the_course": "the course's own function",
     "the_loss_of_the_course": "the course's own function",
     "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
@@ -663,7 +663,7 @@ SENTENCES = {
     "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
     "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
-    "every_key_head_everywhere": "holds 4 key heads; with neighbouring queries 2 will do",
+    "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
 }

@@ -432,7 +432,7 @@ SENTENCES = {
     "leaves_only": "from the inside to the outside", "outside_first": "would take the inner parameters first",
     "with_the_root": "The root is a unit anyway", "lists_too": "has no forward", "in_place": "half written",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
-    "without_the_optimizer": "starts its moments from zero", "without_the_step": "The step is not saved",
+    "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
     "writes_for_ever": "never ends",
@@ -447,7 +447,7 @@ SENTENCES = {
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
     "the_price_itself": "is True or False", "tries_for_ever": "tried",
-    "root_not_gathered": "The root has weights too", "root_kept_over_micro_batches": "from forward to backward only",
+    "root_not_gathered": "The root is gathered too", "root_kept_over_micro_batches": "from forward to backward only",
     "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
     "own_parameters_forgotten": "its own and what its children leave", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

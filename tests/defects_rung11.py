@@ -544,7 +544,7 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)
 #: What the learner reads of some of them.
 SENTENCES = {
-    "medians": "the median of squared norms",
+    "medians": "not for medians",
     "the_pairs_that_a_mask_leaves": "which counts all pairs",
     "never_ends": "your loop does not end",
     "names_a_gain": "limits nothing",

@@ -466,7 +466,7 @@ class choose_split:
 #: Mistakes that each have a sentence of their own.
 SENTENCES = {
     "torch_refuses_it": "raise a ValueError that says so",
-    "adds_outputs": "divided by its own sum already",
+    "adds_outputs": "divided by its own sum",
     "weighs_by_lse": "The weights are the lse themselves",
     "larger_output": "The larger output is kept",
     "the_larger_takes_all": "takes all",
@@ -484,7 +484,7 @@ SENTENCES = {
     "gradients_go_all_the_way_round": "c - 1 messages",
     "gathered_as_a_ring": "half as much again",
     "all_heads_have_keys": "kv_heads heads",
-    "ulysses_forgets_the_output": "the output has to travel back",
+    "ulysses_forgets_the_output": "the output travels back",
     "query_heads_decide": "query heads alone are not enough",
     "forgets_that_tp_took_heads": "tp=2 leaves a rank 2 of the 4 key heads",
     "ulysses_needs_chunks": "attend over the whole sequence",

@@ -111,19 +111,16 @@ def enter_columns(answer: Callable[..., Tensor]) -> str:
         entered = got["grad"] - grads[rank]  # what comes back through the answer, where x also passes beside it
         refuse(
             "",
-            (f"Forward returns {tp} x: every rank has all of x already, so a sum counts it {tp} times",
-             _same(got["y"], tp * x)),
+            (f"Forward returns {tp} x: every rank has all of x, so do not sum it", _same(got["y"], tp * x)),
             ("Forward changes x: each rank's columns need x as it is", not _same(got["y"], x)),
             ("Forward is right, but backward sends nothing: the gradient of x is this rank's part only, and x went to all "
              "ranks, so its gradient is a sum over them", not got["calls"][1]),
             ("The gradient of the path around the layer is summed too: backward should copy what it is given before it "
              "all-reduces, and act on a new tensor, not on x itself", _same(got["grad"], 2 * total)),
-            (f"The gradient of x is the mean over the {tp} ranks: each rank adds a part of it, so sum",
-             _same(entered, total / tp)),
+            ("The gradient of x is the mean over the ranks: they are parts, so sum", _same(entered, total / tp)),
             ("The gradient of x is summed twice: one sum over the ranks, and no factor",
              any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 1.9 * _all_reduce(shape, tp)),
-            ("The gradient of x is wrong: it is the sum of the gradients of all ranks, the same on each",
-             not _same(entered, total)),
+            ("The gradient of x is wrong: it is the sum over all ranks, on each of them", not _same(entered, total)),
         )  # fmt: skip
     _pay(results, 0, _all_reduce(shape, tp))
     return "Nothing forward, one sum backward."
@@ -153,14 +150,11 @@ def leave_rows(answer: Callable[..., Tensor]) -> str:
             "",
             ("Forward sends nothing: each rank has a part of the sum, and the parts must be added", not got["calls"][0]),
             ("The parts are averaged; they are parts of one sum", _same(got["y"], total / tp)),
-            (f"Rank {rank} does not return the sum of all parts; every rank needs it, for the next norm",
-             not _same(got["y"], total)),
+            (f"Rank {rank} does not return the sum of all parts, which every rank needs", not _same(got["y"], total)),
             (f"Forward is right, but the gradient of a part is {tp} times too long: backward sums again, though every rank "
              "already has the whole gradient", _same(got["grad"], tp * grad)),
-            (f"The gradient of a part is divided by {tp}: each part adds to the sum with weight one",
-             _same(got["grad"], grad / tp)),
-            ("The gradient of a part is wrong: backward of a sum hands the gradient on as it is",
-             not _same(got["grad"], grad)),
+            (f"The gradient of a part is divided by {tp}: its weight in the sum is one", _same(got["grad"], grad / tp)),
+            ("The gradient of a part is wrong: backward of a sum hands it on", not _same(got["grad"], grad)),
         )  # fmt: skip
     _pay(results, _all_reduce(shape, tp), 0)
     return "One sum forward, nothing backward."
@@ -291,8 +285,7 @@ def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None
     for rank, rows in enumerate(held):
         refuse(
             "",
-            (f"Forward is right, and no gradient reaches `up` on rank {rank}: the sum has to let it through",
-             not rows.any()),
+            (f"Forward is right, and no gradient gets through the sum to `up` on rank {rank}", not rows.any()),
             (f"Right, and no tensor parallelism: on rank {rank} {int(rows.sum())} of the {len(up)} rows of `up` have a "
              f"gradient. Each rank takes {len(up) // tp} of them, for all tokens", rows.sum() * tp != len(up)),
         )  # fmt: skip
@@ -314,8 +307,7 @@ def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) 
              "sum over them", not got["calls"][1] and not right),
             (f"Forward is right, but the gradients before the sum are {tp} times too long: backward of g sums again, though "
              "every rank already has the whole gradient", again),
-            (f"Forward is right, but the gradient of x is {tp} times too long: f sums it twice",
-             _same(got["x"], tp * truth["x"])),
+            (f"The gradient of x is {tp} times too long: f sums it twice", _same(got["x"], tp * truth["x"])),
             ("The gradient of x is wrong: f hands x to all ranks, and its backward sums what they return", not right),
             (f"Each rank finds 1/{tp} of the gradient of the last bias: add the bias undivided, after the sum",
              _same(got["down_bias"], truth["down_bias"] / tp)),
@@ -348,13 +340,12 @@ def gather_tokens(answer: Callable[..., Tensor]) -> str:
             "",
             ("Tokens of different sequences are mixed: a collective stacks along dim 0, tokens are dim 1",
              _same(got["y"], torch.cat(parts).view(full))),
-            ("The tokens are not those of all ranks in rank order: rank 0 has the first of each sequence",
+            ("These are not all ranks' tokens in order, of each sequence the first on rank 0",
              not _same(got["y"], whole_y)),
             ("Forward is right, but backward cuts without a sum: every rank's columns used this rank's tokens, so their "
              "gradient is a sum over the ranks", _same(got["grad"], own)),
             (f"The gradients are averaged over the {tp} ranks: they are parts of one sum", _same(got["grad"], summed / tp)),
-            ("The gradient is wrong: sum the gradients of all ranks and keep those of this rank's tokens",
-             not _same(got["grad"], summed)),
+            ("The gradient is wrong: sum over all ranks, and keep this rank's tokens", not _same(got["grad"], summed)),
         )  # fmt: skip
     _pay(results, _one_way(full, tp), _one_way(full, tp))
     return "All-gather forward, reduce-scatter backward."
@@ -381,13 +372,11 @@ def scatter_tokens(answer: Callable[..., Tensor]) -> str:
             ("The parts are averaged; they are parts of one sum", _same(got["y"], mine / tp)),
             ("Whole sequences are dealt out: a collective cuts along dim 0, tokens are dim 1",
              _same(got["y"], total.flatten(0, 1).chunk(tp)[rank].view(part))),
-            ("These are not this rank's tokens: rank 0 has the first of each sequence, summed over ranks",
-             not _same(got["y"], mine)),
+            ("These are not this rank's tokens, of each sequence the first on rank 0", not _same(got["y"], mine)),
             ("Forward is right, but backward fills the other ranks' tokens with zeros: this rank's part went into the sums of "
              "all tokens, and the gradients of those are on the other ranks", _same(got["grad"], own_only)),
             (f"The gradient is {tp} times too long: nothing is to be summed in backward", _same(got["grad"], tp * whole_grad)),
-            ("The gradient is wrong: put the gradients of all ranks' tokens together, in rank order",
-             not _same(got["grad"], whole_grad)),
+            ("The gradient is wrong: put those of all ranks together, in order", not _same(got["grad"], whole_grad)),
         )  # fmt: skip
     _pay(results, _one_way(full, tp), _one_way(full, tp))
     return "Reduce-scatter forward, all-gather backward."
@@ -509,9 +498,8 @@ def _judge_heads(ranks: list[tuple[list[int], list[int], set[int]]], heads: int,
         needed = {head // (heads // kv) for head in queries}
         refuse(
             "",
-            (f"{where}: rank {rank} lacks the key head of one of its queries and would have to ask for it",
-             needed - set(keys)),
-            (f"{where}: rank {rank} holds {len(keys)} key heads; with neighbouring queries {least} will do",
+            (f"{where}: rank {rank} lacks the key head of one of its queries, and must ask", needed - set(keys)),
+            (f"{where}: rank {rank} holds {len(keys)} key heads; {least} do for neighbouring queries",
              len(keys) > least),
         )  # fmt: skip
     _judge_gradients(ranks, held, width, where)
@@ -612,8 +600,7 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
          any(not _same(loss, losses[0]) for loss in losses)),
         ("The loss is too low: the sum of exponentials has only a part of the vocabulary in it",
          wrong and (losses[0] <= truth + 1e-3).all()),
-        ("The loss is wrong: the sum needs one maximum for all ranks, and the target's logit comes from the one rank that "
-         "owns it", wrong),
+        ("The loss is wrong: take one maximum for all ranks, and the target's logit from the rank that owns it", wrong),
     )  # fmt: skip
     for rank, got in enumerate(results):
         start, stop = (_VOCAB * r // tp for r in (rank, rank + 1))

@@ -153,8 +153,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     refuse(
         "",
         ("After the step weights are NaN", any(each.isnan().any() for each in first)),
-        ("Each rank updated its own shard, but nobody told the others: the all-gather is missing",
-         apart and _alike(own, right[0])),
+        ("Each rank updated its own shard: the all-gather is missing", apart and _alike(own, right[0])),
         ("After the step the ranks hold different weights: the replicas drift apart", apart),
         ("The first step moves no weight: update the momentum first, and move the weights by the new one",
          unmoved and not torch.equal(results[0]["weights"][-1], start)),
@@ -171,12 +170,10 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
     refuse(
         "",
-        ("The first step is right, and `momentum` is as before: it must be kept, in place, between steps",
-         not kept[0].any()),
+        ("The first step is right, and `momentum` is as before: keep it, in place, between steps", not kept[0].any()),
         ("The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves",
          _alike(kept[0], _LR * moments[0])),
-        ("The weights are right, but a rank's momentum is not the part of the optimizer state it owns",
-         not _alike(kept[0], moments[0])),
+        ("The weights are right, and `momentum` is not this rank's part of it", not _alike(kept[0], moments[0])),
         ("The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes between "
          "steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2",
          not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True))),
@@ -348,8 +345,7 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         "",
         ("Every layer runs once forward, from the first to the last, and once backward, the other way",
          ran != [list(range(layers)), list(reversed(range(layers)))]),
-        (f"After the step {len(model.live)} of {layers} layers are still gathered: between steps a rank holds its shards only",
-         model.live),
+        (f"After the step {len(model.live)} of {layers} layers are still gathered: hold shards only", model.live),
         (f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release a layer when it "
          "has run; one more may be there ahead of its use", model.most > 2),
         ("Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only",
@@ -366,10 +362,8 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         "",
         ("The shards are right but not in the order of the layers: backward made the last one first",
          not _rows_close(rows, shards) and _rows_close(rows, shards[::-1])),
-        ("The gradients were right when they were scattered, and what is returned is not what `scatter` gave",
-         not _rows_close(rows, shards)),
-        ("A layer is gathered more than twice: once forward and once backward are enough",
-         any(count > 2 for count in model.gathers)),
+        ("The gradients were right, and what is returned is not what `scatter` gave", not _rows_close(rows, shards)),
+        ("A layer is gathered more than twice, forward and backward", any(count > 2 for count in model.gathers)),
     )  # fmt: skip
 
 
@@ -384,8 +378,7 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
         "",
         ("Right gradients are scattered under the number of another layer",
          any(_rows_close(rows, truth) for rows in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]))),
-        (f"Divided by the {model.ranks} ranks once too often: `scatter` takes the mean itself",
-         _rows_close(got, truth, model.ranks)),
+        ("Divided once too often: `scatter` takes the mean itself", _rows_close(got, truth, model.ranks)),
         ("That is the gradient of the layer's input: `backward` returns it first, and that of the weights second",
          _rows_close(got[-1:], model.weights[-1:])),
         ("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the input, the first "
@@ -571,12 +564,10 @@ def _in(stage: int, units: Callable[[int], float]) -> Callable[[int, int], float
 
 _Units = Callable[[int, int], float]
 _SLIPS: list[tuple[str, _Units]] = [
-    ("DDP keeps a full gradient (`no_sync`) and reduces it once a step, however many micro-batches it adds up",
+    ("DDP keeps a full gradient (`no_sync`) and reduces it once a step, not in every micro-batch",
      _in(0, lambda m: 2 * m)),
-    ("DDP keeps a full gradient and reduces it once a step: its all-gather is one of gradients, and as rare",
-     _in(0, lambda m: m + 1)),
-    ("Stage 1 keeps a full gradient and reduces it once a step, however many micro-batches it adds up",
-     _in(1, lambda m: m + 1)),
+    ("DDP keeps a full gradient: both halves of its all-reduce come once a step", _in(0, lambda m: m + 1)),
+    ("Stage 1 keeps a full gradient and reduces it once a step, not in every micro-batch", _in(1, lambda m: m + 1)),
     ("Stage 1 reduces its gradient and gathers its weights once a step, not in every micro-batch", _in(1, lambda m: 2 * m)),
     ("What keeps full gradients reduces them once a step: DDP and stage 1 do not send in every micro-batch",
      lambda k, m: (2 * m, m + 1, m + 1, 3 * m)[k]),
@@ -586,16 +577,13 @@ _SLIPS: list[tuple[str, _Units]] = [
     ("Stage 2 has no room for a full gradient: it reduces after every micro-batch", _in(2, lambda m: 2)),
     ("Stage 3 has three transfers: weights for forward, weights for backward, gradients", _in(3, lambda m: 2 * m)),
     ("Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up", _in(3, lambda m: 2 * m + 1)),
-    ("Stage 3 has three transfers: a rank gets its shard of the gradient from a reduce-scatter, no all-reduce",
-     _in(3, lambda m: 4 * m)),
+    ("Stage 3 has three transfers: its gradients need a reduce-scatter, no all-reduce", _in(3, lambda m: 4 * m)),
     ("Stage 3 releases the weights after use, and gathers them again in every micro-batch", _in(3, lambda m: 3)),
     ("Stage 3 gathers in every micro-batch, not once a step", _in(3, lambda m: m + 2)),
-    ("Accumulation is not free: stage 2 reduces, and stage 3 gathers and reduces, in every micro-batch",
-     lambda k, m: (2, 2, 2, 3)[k]),
-    ("Stages 1 and 2 have no third transfer: the all-gather of weights replaces that of gradients",
+    ("Accumulation is not free: stages 2 and 3 send in every micro-batch", lambda k, m: (2, 2, 2, 3)[k]),
+    ("Stages 1 and 2 have no third transfer: weights are gathered, not gradients",
      lambda k, m: _units(k, m) + (k in (1, 2))),
-    ("No stage but 3 sends more than DDP: a gather of updated weights replaces that of gradients",
-     lambda k, m: (2, 3, 3, 4)[k]),
+    ("No stage but 3 sends more than DDP: weights are gathered, not gradients", lambda k, m: (2, 3, 3, 4)[k]),
     ("After a step of stage 3 nothing is gathered: the next forward does it anyway", _in(3, lambda m: 3 * m + 1)),
     ("An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4", _in(0, lambda m: 4)),
 ]  # fmt: skip

@@ -103,8 +103,7 @@ def _explain_count(
              lambda: reshard and units and lacks(units[-1])),
             ("Every micro-batch gathers again: weights are freed after each backward, whether or not gradients are reduced",
              several and got == other(reshard, 1, True)[name]),
-            ("The root has weights too: it is gathered once in each micro-batch",
-             lambda: lacks(root) or (one_less and not reshard)),
+            ("The root is gathered too, once in each micro-batch", lambda: lacks(root) or (one_less and not reshard)),
             ("The root is kept from forward to backward only: then it is freed like the others, and the next micro-batch "
              "gathers it again", several and got == right - (micro_batches - 1) * once),
             ("A message is missing in each micro-batch: the root is gathered once, and the last unit is freed after forward "
@@ -119,8 +118,7 @@ def _explain_count(
         ("The root has gradients too, and one reduce-scatter of its own",
          got == right - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1)),
         ("Gradients exist in backward only: one reduce-scatter for each unit, not two", got == 2 * right),
-        (f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward that reduces",
-         True),
+        (f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root reduce once a backward that reduces", True),
     )  # fmt: skip
 
 
@@ -399,7 +397,7 @@ def _judge_disk(files: Files, ranks: int, lost: set[int]) -> None:
         strangers = [name for name in content if not name.removeprefix("rank-").isdigit()]
         refuse(
             "",
-            (f"There is a moment when {folder} is visible and a file in it is half written. Write aside, then rename",
+            (f"There is a moment when {folder} is visible and half written. Write aside, then rename",
              _TORN in content.values()),
             (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}", missing and strangers),
             (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
@@ -425,7 +423,7 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
         refuse(
             "",
             ("A rank's file is one dictionary: the keys of `state`, and beside them the key step", "model" not in has),
-            ("The optimizer state is not saved: the resumed run starts its moments from zero, without an error",
+            ("The optimizer state is not saved: the resumed run would start its moments from zero",
              "optimizer" not in has),
             ("The step is not saved in the file: the learning rate of the resumed run hangs on it", "step" not in has),
             (f"The file of rank {rank} holds the shard of {whose}", other),

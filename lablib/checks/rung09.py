@@ -278,7 +278,7 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
         (f"Forward should run each block once, and runs it {first[0]} times", first != [1, 1]),
         ("After forward the values inside of the block are still alive. Run the block under no_grad, and keep its input "
          "alone: neither its output nor its graph", got["kept"] > right["kept"] - 0.75 * right["inside"]),
-        ("The output does not come out of an autograd.Function; call `YourFunction.apply(...)` on the input",
+        ("The output comes from no autograd.Function: call `YourFunction.apply(...)` on the input",
          not got["functions"]),
         (f"This is {''.join(ready_made[:1])} own checkpoint; write yours", ready_made),
         ("Forward leaves other random numbers behind it than the block alone. It draws from the state that it finds: save "

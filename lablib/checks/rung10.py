@@ -261,8 +261,7 @@ def _explain_crossover(got: float, cross: float, ranks: int, bandwidth: float, l
     first = f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the first byte"
     refuse(case, (f"{first}, so the crossover is 0", cross == 0))
     slips = [
-        ("This is where the ring's own latencies equal its own bytes, which says nothing about the tree",
-         ranks * latency * bandwidth),
+        ("This is where the ring's own latencies equal its own bytes, which says nothing about the tree", ranks * latency * bandwidth),
         ("The sign is turned round: what the ring adds in latency is positive, and what it saves in bytes too", -cross),
         ("These are seconds a byte; the crossover is a size, so W belongs above the line", cross / bandwidth),
         ("This is in KiB; the size is asked in bytes", cross / 1024),
@@ -430,8 +429,7 @@ def _judge_place(got: Any, axes: Axes, per_host: int, case: str, passed: Sequenc
         one_way = max(_by_host(order, axes, per_host, back=False))
         refuse(
             case,
-            ("Stages send activations forward and gradients back: both ways count",
-             close(count, one_way) and not close(mine, one_way)),
+            ("Stages send activations on and gradients back", close(count, one_way) and not close(mine, one_way)),
             ("These bytes belong to the order read from its end: the innermost axis, whose groups are neighbouring ranks, "
              "comes first", _near(count, turned) and close(turned, least)),
             (f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} {least / 1e6:.0f} "

@@ -112,7 +112,7 @@ def _explain_samples(
         case,
         ("Every rank takes the whole batch: they would compute the same gradient",
          len(got) > 1 and all(share == sorted(right) for share in shares)),
-        ("Every rank takes the same samples: the share must depend on `rank`",
+        ("Every rank takes the same samples, whatever `rank` is",
          len(got) > 1 and all(share == shares[0] for share in shares)),
         ("Every epoch has the order of the first; ask epoch_order for each of them",
          epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch])),
@@ -192,13 +192,12 @@ def _explain_interval(steps: int, best: int, case: tuple[float, float, float, in
 
     refuse(
         told,
-        (f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one",
-         gpus > 1 and young(one_gpu)),
+        (f"Any of the {gpus:,} GPUs stops the job, which fails so many times as often", gpus > 1 and young(one_gpu)),
         (f"More GPUs fail more often: the job's time between failures is that of one GPU divided by {gpus:,}, not multiplied",
          gpus > 1 and young(one_gpu * gpus)),
         ("The time between failures is in hours, all else in seconds", young(hours / gpus) or young(60 * hours / gpus)),
         ("The interval is the square root of that: seconds times seconds are no seconds", near(2 * save * mtbf)),
-        (f"That is seconds; the answer is in steps, and a step takes {step:.3g} s",
+        (f"That is seconds, and the answer is in steps of {step:.3g} s",
          step != 1 and near((2 * save * mtbf) ** 0.5 * step)),
         ("A failure destroys half an interval on average, not a whole one: that is where the 2 comes from", young(mtbf / 2)),
         (f"Saving {'every step' if steps == 1 else f'every {steps:,} steps'} loses more time than every {best:,}: weigh the "
@@ -269,17 +268,13 @@ def _explain_noise(
         ("A mean of ratios is not the ratio of the means, and is wrong on average: divide last",
          both and all(one.signal for one in each)
          and close(got["examples"], fmean(one.noise / one.signal for one in each if one.signal))),
-        ("The noise scale is noise over signal, not signal over noise",
-         both and close(got["examples"] * got["noise"], got["signal"])),
+        ("The noise scale is not signal over noise", both and close(got["examples"] * got["noise"], got["signal"])),
         ("The noise scale is noise over signal, both as you returned them", both),
         ("The numbers are squared norms already: do not square them again", signal(_squares(small), _squares(big))),
-        ("The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal",
-         close(got["signal"], fmean(big))),
-        ("The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that",
-         close(got["noise"], fmean(small) - fmean(big))),
+        ("The big batch's squared norm still has noise in it, tr(Σ)/B", close(got["signal"], fmean(big))),
+        ("The difference of the two is tr(Σ) times (1/b - 1/B)", close(got["noise"], fmean(small) - fmean(big))),
         ("One step says next to nothing: take the mean over all steps first", signal(small[:1], big[:1])),
-        ("The equations hold for means: the median of squared norms is another number",
-         signal([median(small)], [median(big)])),
+        ("The equations hold for means, and not for medians", signal([median(small)], [median(big)])),
         ("Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
          f"{right['signal']:.4g} and noise {right['noise']:.4g}", True),
     )  # fmt: skip
@@ -354,8 +349,7 @@ def diagnose(answer: Callable[[Symptoms], str]) -> str:
         refuse(
             "",
             (f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}", said not in names),
-            (f"A healthy job is called {said!r}: its symptoms are above, and the fault has one that is not among them",
-             truth == HEALTHY),
+            (f"A healthy job is called {said!r}, and one symptom of that is missing above", truth == HEALTHY),
             (f"A job with the fault {truth!r} is called {said!r}: its symptoms are above. Look again: {_LOOK[truth]}", True),
         )  # fmt: skip
     return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
@@ -554,8 +548,7 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
     if limit != largest and lost.get(limit) != lost[largest]:
         refuse(
             told,
-            (f"{limit} took less than in the ideal step: what was gained there limits nothing",
-             limit in _PARTS and lost[limit] < 0),
+            (f"{limit} took less than in the ideal step, and limits nothing", limit in _PARTS and lost[limit] < 0),
             (f"`limit` names the largest part, here {largest!r}, and not {limit!r}", True),
         )  # fmt: skip
 

@@ -130,16 +130,14 @@ def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
     score_a, score_b = lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)
     slips = [
         ("The outputs are averaged; a block with large scores must count for more", (out_a + out_b) / 2),
-        ("The outputs are added. Each is divided by its own sum already, so each must be weighed by its share of both sums",
-         out_a + out_b),
+        ("The outputs are added. Each is divided by its own sum: weigh it by its share of both sums", out_a + out_b),
         ("The weights are exchanged: a's output weighs exp(lse of a) over both", weigh_b * out_a + weigh_a * out_b),
         ("The weights are the lse themselves; a block's weight is exp(lse), its sum of exponentials",
          (score_a * out_a + score_b * out_b) / (score_a + score_b)),
         ("The outputs are weighed and not divided by the new sum", total * truth[0]),
         ("The block with the larger sum takes all; both blocks have a share", torch.where(score_a >= score_b, out_a, out_b)),
         ("The larger output is kept; both blocks have a share", torch.maximum(out_a, out_b)),
-        ("The larger lse is subtracted and the division by the new sum is missing",
-         truth[0] * (truth[1] - larger).exp().unsqueeze(-1)),
+        ("The division by the new sum is missing", truth[0] * (truth[1] - larger).exp().unsqueeze(-1)),
     ]  # fmt: skip
     recognize(out, kind, [(f"lse is right. {sentence}", slip) for sentence, slip in slips], _near)
     raise Wrong(f"lse is right, and the output is not: each output weighs exp(its lse - new lse) ({kind}).")
@@ -320,8 +318,7 @@ def _judge_loss(got: Any, sums: list[float], counts: list[int]) -> None:
     means = [each / count for each, count in zip(sums, counts, strict=True) if count]
     if not close(loss, truth):
         slips = [
-            ("This is the mean of the ranks' means: a token on a rank with few of them counts for more",
-             sum(means) / len(means)),
+            ("This is the mean of the ranks' means, where tokens of few count for more", sum(means) / len(means)),
             ("This is a mean of means in which a rank without tokens counts as loss 0", sum(means) / n),
             ("This is the sum over all ranks; divide it by the tokens of all ranks", sum(sums)),
             ("The sum is divided by the number of ranks; it is a mean over tokens", sum(sums) / n),
@@ -378,8 +375,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
         ("This is divided by cp once too often", 1 / n),
         ("Return bytes, not MB", 1e-6),
         ("Return bytes, not GB", 1e-9),
-        ("Keys and values of the whole sequence are not sent once for each rank: a rank sends parts of s/c tokens",
-         n * n / (n - 1)),
+        ("A rank sends parts of s/c tokens, not the keys of the whole sequence to each", n * n / (n - 1)),
     ]  # fmt: skip
     around = [(narrow, group), ("This is what all ranks send together; one rank is asked", float(n))]
     own = {
@@ -388,8 +384,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
             ("This is forward alone: in backward keys and values go round again, and their gradients come home", 1 / 3),
             ("Backward needs more than one round: the keys and values again, since nobody kept them, and the gradients of "
              "both", 2 / 3),
-            ("The gradient of a rank's own keys stays at home: the others' parts of it come in c - 1 messages",
-             (3 * n - 2) / (3 * (n - 1))),
+            ("The gradients of a rank's own keys come in c - 1 messages, not c", (3 * n - 2) / (3 * (n - 1))),
             ("This is four rounds. There are three: keys and values forward, the same again backward, and the gradients of "
              "both, two bytes a number like the rest", 4 / 3),
             ("A block goes on c - 1 times, until every rank has seen it", 1 / (n - 1)),
@@ -406,8 +401,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
             ("Keys and values have kv_heads heads, and queries and outputs all of them: two tensors of each width travel",
              (1 + 2 * group) / (2 + 2 * group)),
             (narrow, 2 * group / (1 + group)),
-            ("Queries, keys and values travel, and the output has to travel back to the ranks of its tokens",
-             (group + 2) / (2 * group + 2)),
+            ("Queries, keys and values travel, and the output travels back", (group + 2) / (2 * group + 2)),
             ("Keys and values are counted; queries and outputs travel as well", 1 / (group + 1)),
             ("Queries and outputs are counted; keys and values travel as well", group / (group + 1)),
             ("A rank has s/c tokens before the exchange, and sends of them all heads but its own", float(n)),
