@@ -225,6 +225,7 @@ Send = Callable[[int, int, Sequence[float]], list[float]]
     section="Ring all-reduce: a reduce-scatter and an all-gather",
     line="In n - 1 steps every rank sends one chunk of 1/n to its right neighbour, which adds it; in n - 1 more steps "
     "finished chunks go on, and replace what was there.",
+    lines=100_000,  # a slow answer takes some thousands
 )
 def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
     """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""

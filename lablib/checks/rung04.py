@@ -195,7 +195,7 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
         cases.append(("interleaved", p, p * dice.randint(1, 4), v))
     answers, wrong = {}, []
     for name, p, m, v in cases:
-        truth = peak_activations(schedule(name, p, m, v))
+        truth = _most_held(name, p, m, v)
         got = numbers(_by_rank(answer(name, p, m, v)), "What the ranks hold")
         if len(got) != p:
             raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
@@ -205,6 +205,11 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
     if wrong:
         _say_in_flight(answers, *min(wrong, key=lambda entry: entry[0])[1:])
     return f"{len(cases)} pipelines; with v stages on a rank, one of them counts 1/v."
+
+
+@functools.cache
+def _most_held(name: str, p: int, m: int, v: int) -> Sequence[float]:
+    return peak_activations(schedule(name, p, m, v))
 
 
 def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> NoReturn:

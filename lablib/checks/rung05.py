@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -427,6 +428,7 @@ def _crossed(case: Job) -> bool:
     return least_sent(choices) != next((c.stage for c in choices if c.sent is not None), None)
 
 
+@functools.lru_cache(maxsize=4)
 def _drawn(seed: int) -> list[Job]:
     """Return random jobs: in half of them the lowest stage that fits is not the one that sends least."""
     dice, found = random.Random(seed), {True: [], False: []}

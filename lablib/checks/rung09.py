@@ -5,6 +5,7 @@ The last one draws its situations from real models, with budgets around every bo
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 from collections.abc import Callable
@@ -395,6 +396,7 @@ class Job:
         return f"{self.name}, budget {self.budget:,} bytes"
 
 
+@functools.lru_cache(maxsize=64)
 def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int = 0) -> Job:
     """Return the situation of a model: 16-bit values, the paper's counting."""
     config = preset(model)
@@ -418,10 +420,14 @@ def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int 
 _asks = False  # whether an answer is being asked, to which the check's own numbers are closed
 
 
-def moments(job: Job, strategy: str) -> tuple[int, int]:
-    """Return what is kept when forward ends, and at most in a replay, 0 without one."""
+def _only_for_the_check() -> None:
     if _asks:
         raise Wrong("These are the check's own numbers; write yours.")
+
+
+def moments(job: Job, strategy: str) -> tuple[int, int]:
+    """Return what is kept when forward ends, and at most in a replay, 0 without one."""
+    _only_for_the_check()
     name, _, number = strategy.partition(":")
     layers, n = job.layers, int(number or 0)
     if name == "none":
@@ -452,20 +458,31 @@ def strategies(job: Job) -> list[str]:
 
 def best_choice(job: Job) -> dict[str, Any] | None:
     """Return the choice that fits and computes least again, of equals the one of the least peak; None if none fits."""
+    _only_for_the_check()
     return _best(job)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choices(job: Job, peak: Callable[[Job, str], int], extra: Callable[[Job, str], int]) -> list[tuple[str, int, int]]:
+    """Return what every strategy keeps and computes again, whatever the budget."""
+    return [(name, peak(job, name), extra(job, name)) for name in strategies(job)]
+
+
+def _largest(job: Job, strategy: str) -> int:
+    return max(moments(job, strategy))
 
 
 def _best(
     job: Job,
     *,
-    peak: Callable[[Job, str], int] = lambda job, strategy: max(moments(job, strategy)),
+    peak: Callable[[Job, str], int] = _largest,
     extra: Callable[[Job, str], int] = extra_flops,
     options: Callable[[str], bool] = lambda strategy: True,
     fits: Callable[[int, int], bool] = operator.le,
     order: Callable[[tuple], Any] = lambda choice: (choice[2], choice[1]),
 ) -> dict[str, Any] | None:
     """Return the choice of somebody who takes these for the peak, the FLOPs, the menu, what fits and what is best."""
-    found = [(name, peak(job, name), extra(job, name)) for name in strategies(job) if options(name)]
+    found = [choice for choice in _choices(replace(job, budget=0, name=""), peak, extra) if options(choice[0])]
     fitting = [choice for choice in found if fits(choice[1], job.budget)]
     return dict(zip(("strategy", "peak", "extra"), min(fitting, key=order), strict=True)) if fitting else None
 
