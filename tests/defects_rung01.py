@@ -1,5 +1,7 @@
 """Planted defects for the checks of rung 01: each runs, keeps the units and types, and errs in one idea."""
 
+# ruff: noqa: E731
+
 from __future__ import annotations
 
 import numpy as np
@@ -47,8 +49,7 @@ class bytes_per_parameter:
     def gradients_always_fp32(weights, gradients, master, optimizer):
         return bytes_per_parameter.right(weights, ["fp32"] * len(gradients), master, optimizer)
 
-    def always_sixteen(weights, gradients, master, optimizer):
-        return 16
+    always_sixteen = lambda weights, gradients, master, optimizer: 16
 
     def weights_always_bf16(weights, gradients, master, optimizer):
         return bytes_per_parameter.right("bf16", gradients, master, optimizer)
@@ -87,11 +88,8 @@ class fits:
         gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
         return gigabytes, gigabytes <= capacity_gib
 
-    def never_divided(params, gpus, capacity_gib, strategy):
-        return fits.right(params, 1, capacity_gib, strategy)
-
-    def ddp_divides_too(params, gpus, capacity_gib, strategy):
-        return fits.right(params, gpus, capacity_gib, "zero-3")
+    never_divided = lambda params, gpus, capacity_gib, strategy: fits.right(params, 1, capacity_gib, strategy)
+    ddp_divides_too = lambda params, gpus, capacity_gib, strategy: fits.right(params, gpus, capacity_gib, "zero-3")
 
     def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
         other = {"zero-1": "zero-2", "zero-2": "zero-1"}.get(strategy, strategy)
@@ -408,9 +406,9 @@ SENTENCES = {
     "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
     "run_as_eager_pytorch_holds_it": "and this is 12sbV", "run_with_logits_in_both_dtypes": "eager PyTorch holds 12sbV",
-    "without_the_idea_of_instants": "No instant holds all terms", "without_the_idea_a_rule_of_thumb": "at: say",
+    "without_the_idea_of_instants": "No instant holds all", "without_the_idea_a_rule_of_thumb": "at: say",
     "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
-    "no_master_copy_beside_fp32": "also beside fp32 weights",
+    "no_master_copy_beside_fp32": "beside fp32 weights too",
     "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
@@ -432,6 +430,6 @@ SENTENCES = {
     "run_with_an_untied_head": "one table", "run_with_keys_for_every_head": "fewer heads than queries",
     "run_of_a_gpt_block": "34sbh is a GPT block's", "run_never_recomputes": "a block keeps its input alone",
     "run_for_one_sequence": "Every sequence", "run_with_16_bit_logits": "fp32, 4 bytes each",
-    "run_that_adds_everything": "No instant holds all terms", "run_at_the_wrong_instant": "say 'loss' or 'step'",
+    "run_that_adds_everything": "No instant holds all", "run_at_the_wrong_instant": "say 'loss' or 'step'",
     "run_without_roots": "all roots at once",
 }  # fmt: skip

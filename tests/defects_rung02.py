@@ -105,9 +105,8 @@ class token_losses:
         share = ranks / all_reduce(np.int64(np.sum([len(m) for m in micro_batches])))
         return [m.mean() * len(m) * share if len(m) else m.sum() for m in micro_batches]
 
-    def right_4(micro_batches, ranks, all_reduce):
-        """The last micro-batch first: gradients add up in any order."""
-        return token_losses.right(micro_batches, ranks, all_reduce)[::-1]
+    # The last micro-batch first: gradients add up in any order.
+    right_4 = lambda micro_batches, ranks, all_reduce: token_losses.right(micro_batches, ranks, all_reduce)[::-1]
 
     def right_3(micro_batches, ranks, all_reduce):
         """A product with equal weights, in one call for 1/n of the count."""
@@ -161,9 +160,7 @@ class all_reduce_mean:
         held = _ring(gradients, send, gather=False)
         return [n * row[(rank + 1) % n * width :][:width] for rank, row in enumerate(held)]
 
-    def gather_one_step_short(gradients, send):
-        return _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
-
+    gather_one_step_short = lambda gradients, send: _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
     one_step_too_many = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n)
 
     def through_rank_0(gradients, send):
@@ -344,9 +341,7 @@ class make_buckets:
                 bucket, held = [], held - limit
         return [*buckets, bucket] if bucket else buckets
 
-    def begins_one_too_late(sizes, first, cap):
-        return _fill(reversed(range(len(sizes) - 1)), sizes, first, cap)
-
+    begins_one_too_late = lambda sizes, first, cap: _fill(reversed(range(len(sizes) - 1)), sizes, first, cap)
     one_per_gradient = lambda sizes, first, cap: [[index] for index in reversed(range(len(sizes)))]
 
     def sizes_for_indices(sizes, first, cap):
@@ -358,8 +353,7 @@ class make_buckets:
     def full_only_beyond_the_limit(sizes, first, cap):
         return _fill(reversed(range(len(sizes))), sizes, first + 1, cap + 1)
 
-    def small_limit_for_all(sizes, first, cap):
-        return _fill(reversed(range(len(sizes))), sizes, first, first)
+    small_limit_for_all = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, first)
 
     def counts_from_the_back(sizes, first, cap):
         """Positions in the order of backward, not indices into `sizes`."""
@@ -369,8 +363,7 @@ class make_buckets:
     def counts_from_one(sizes, first, cap):
         return [[i + 1 for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
 
-    def an_empty_bucket_first(sizes, first, cap):
-        return [[], *_fill(reversed(range(len(sizes))), sizes, first, cap)]
+    an_empty_bucket_first = lambda sizes, first, cap: [[], *_fill(reversed(range(len(sizes))), sizes, first, cap)]
 
     def counts_on_after_the_first_bucket(sizes, first, cap):
         buckets, held = [[]], 0
@@ -440,9 +433,7 @@ def _bottleneck(
 
 
 class ddp_bottleneck:
-    def sends_the_gradient_once(*case):
-        return _bottleneck(*case, sent=case[3] / max(1, 2 * (case[3] - 1)))
-
+    sends_the_gradient_once = lambda *case: _bottleneck(*case, sent=case[3] / max(1, 2 * (case[3] - 1)))
     bytes_grow_with_ranks = lambda *case: _bottleneck(*case, sent=case[3])
     counts_parameters = lambda *case: _bottleneck(*case, sent=1 / case[1])
     waits_for_every_rank_in_turn = lambda *case: _bottleneck(*case, seconds=case[3])
@@ -453,10 +444,8 @@ class ddp_bottleneck:
     negative_exposure = lambda *case: _bottleneck(*case, exposed=lambda c, b: c - b)
     six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
-
-    def without_the_idea_where_the_bottleneck_is(*case):
-        """All numbers are right, and what hides is what always hid: eight ranks in a node."""
-        return {**_bottleneck(*case), "hides": case[3] <= 8}
+    # All numbers are right, and what hides is what always hid: eight ranks in a node.
+    without_the_idea_where_the_bottleneck_is = lambda *case: {**_bottleneck(*case), "hides": case[3] <= 8}
 
     def without_the_idea_of_overlap(*case):
         """Bytes and seconds are right, and communication begins when backward has ended."""
@@ -476,7 +465,6 @@ class ddp_bottleneck:
     milliseconds = lambda *case: _bottleneck(*case, seconds=1e3)
     one_half_of_the_all_reduce = lambda *case: _bottleneck(*case, sent=1 / 2)
     the_whole_step_is_exposed = lambda *case: _bottleneck(*case, exposed=max)
-
     bits_sent = lambda *case: _bottleneck(*case, sent=8)
     counts_what_arrives_too = lambda *case: _bottleneck(*case, sent=2)
     the_part_that_hides = lambda *case: _bottleneck(*case, exposed=min)
@@ -499,13 +487,10 @@ class ddp_bottleneck:
             "hides": np.bool_(tokens >= enough),
         }
 
-    def right_3(*case):
-        """An object with the five names."""
-        return types.SimpleNamespace(**_bottleneck(*case))
-
-    def right_4(*case):
-        """In decimals, which no float is added to."""
-        return {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
+    # An object with the five names.
+    right_3 = lambda *case: types.SimpleNamespace(**_bottleneck(*case))
+    # In decimals, which no float is added to.
+    right_4 = lambda *case: {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
 
     def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
         """Second solution: walk the ring step by step instead of using the closed form."""

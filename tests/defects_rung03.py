@@ -63,22 +63,12 @@ class enter_columns:
         return of_the_course(x, group)
 
     forgets_backward = lambda x, group: x.view_as(x)
-
-    def changes_what_it_is_given(x, group):
-        """The gradient of the sum x + layer(x) is one tensor, which both paths read."""
-        return _Around.apply(x, group, _same, _in_place)
-
-    def sums_twice(x, group):
-        return copy_to_tp(copy_to_tp(x, group), group)
-
-    def averages(x, group):
-        return _Around.apply(x, group, _same, lambda grad, g: _summed(grad, g) / g.size())
-
-    def sums_forward_too(x, group):
-        return _Around.apply(x, group, _summed, _summed)
-
-    def g_in_place_of_f(x, group):
-        return reduce_from_tp(x, group)
+    # The gradient of the sum x + layer(x) is one tensor, which both paths read.
+    changes_what_it_is_given = lambda x, group: _Around.apply(x, group, _same, _in_place)
+    sums_twice = lambda x, group: copy_to_tp(copy_to_tp(x, group), group)
+    averages = lambda x, group: _Around.apply(x, group, _same, lambda grad, g: _summed(grad, g) / g.size())
+    sums_forward_too = lambda x, group: _Around.apply(x, group, _summed, _summed)
+    g_in_place_of_f = lambda x, group: reduce_from_tp(x, group)
 
     def gathers_all_gradients(x, group):
         """Right, for more bytes than a sum takes."""
@@ -117,15 +107,9 @@ def _pieces_of_all(tensor, group):
 
 class leave_rows:
     forgets_the_sum = lambda part, group: part * 1.0
-
-    def backward_sums_again(part, group):
-        return _Around.apply(part, group, _summed, _summed)
-
-    def averages(part, group):
-        return reduce_from_tp(part, group) / group.size()
-
-    def divides_the_gradient(part, group):
-        return _Around.apply(part, group, _summed, lambda grad, g: grad / g.size())
+    backward_sums_again = lambda part, group: _Around.apply(part, group, _summed, _summed)
+    averages = lambda part, group: reduce_from_tp(part, group) / group.size()
+    divides_the_gradient = lambda part, group: _Around.apply(part, group, _summed, lambda grad, g: grad / g.size())
 
     def sum_on_rank_0(part, group):
         def forward(x, g):
@@ -140,12 +124,9 @@ class leave_rows:
         others = [p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank()]
         return part + sum(others)
 
-    def loses_autograd(part, group):
-        return _summed(part, group)
-
-    def right(part, group):
-        """The other ranks' parts are a constant for autograd."""
-        return part + (_summed(part, group) - part.detach())
+    loses_autograd = lambda part, group: _summed(part, group)
+    # The other ranks' parts are a constant for autograd.
+    right = lambda part, group: part + (_summed(part, group) - part.detach())
 
     def right_2(part, group):
         """In place: backward of the sum is nothing, so autograd need not know of it."""
@@ -311,11 +292,8 @@ def _zeros_around(part, group):
 
 
 class gather_tokens:
-    def cuts_without_a_sum(part, group):
-        return _Around.apply(part, group, _stack, _own)
-
-    def averages(part, group):
-        return _Around.apply(part, group, _stack, lambda grad, g: _cut_sum(grad, g) / g.size())
+    cuts_without_a_sum = lambda part, group: _Around.apply(part, group, _stack, _own)
+    averages = lambda part, group: _Around.apply(part, group, _stack, lambda grad, g: _cut_sum(grad, g) / g.size())
 
     def stacks_along_dim_0(part, group):
         """What the collective returns, viewed in the right shape: sequences are mixed."""
@@ -365,11 +343,8 @@ class gather_tokens:
 
 
 class scatter_tokens:
-    def cuts_without_a_sum(partial, group):
-        return _Around.apply(partial, group, _own, _stack)
-
-    def averages(partial, group):
-        return _Around.apply(partial, group, lambda x, g: _cut_sum(x, g) / g.size(), _stack)
+    cuts_without_a_sum = lambda partial, group: _Around.apply(partial, group, _own, _stack)
+    averages = lambda partial, group: _Around.apply(partial, group, lambda x, g: _cut_sum(x, g) / g.size(), _stack)
 
     def whole_sequences(partial, group):
         """Cuts along dim 0, where the collective cuts."""
@@ -380,8 +355,7 @@ class scatter_tokens:
 
         return _Around.apply(partial, group, forward, _stack)
 
-    def zeros_in_backward(partial, group):
-        return _Around.apply(partial, group, _cut_sum, _zeros_around)
+    zeros_in_backward = lambda partial, group: _Around.apply(partial, group, _cut_sum, _zeros_around)
 
     def backward_sums(partial, group):
         return _Around.apply(partial, group, _cut_sum, lambda grad, g: _stack(grad, g) * g.size())
@@ -494,14 +468,12 @@ class split_qkv:
         queries, keys = _even(*case)[0]
         return [(queries, keys)]
 
-    def heads_for_rows(num_heads, num_kv_heads, head_dim, tp):
-        return _even(num_heads, num_kv_heads, 1, tp)
+    heads_for_rows = lambda num_heads, num_kv_heads, head_dim, tp: _even(num_heads, num_kv_heads, 1, tp)
 
     def starts_and_stops(*case):
         return [(*((rows[0], rows[-1] + 1) for rows in pair), ranks) for *pair, ranks in _even(*case)]
 
-    def keys_and_values_beside_the_queries(*case):
-        return [(queries, keys, keys) for queries, keys, _ in _even(*case)]
+    keys_and_values_beside_the_queries = lambda *case: [(queries, keys, keys) for queries, keys, _ in _even(*case)]
 
     def without_the_idea_no_copy_is_summed(*case):
         """The rows are right: forward runs, and the copies drift apart."""
@@ -679,7 +651,7 @@ SENTENCES = {
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
     "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
     "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
-    "no_gradient_through_the_sum": "no gradient reaches `up` on rank 0",
+    "no_gradient_through_the_sum": "no gradient gets through the sum",
     "the_functions_of_the_course": "the course's own function",
     "the_loss_of_the_course": "the course's own function",
     "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
@@ -691,7 +663,7 @@ SENTENCES = {
     "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
     "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
-    "every_key_head_everywhere": "holds 4 key heads; with neighbouring queries 2 will do",
+    "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
 }

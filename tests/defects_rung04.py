@@ -20,9 +20,7 @@ _Bubbles = namedtuple("_Bubbles", "over_ideal over_total")
 
 
 class bubbles:
-    def names_exchanged(p, m, v):
-        return {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
-
+    names_exchanged = lambda p, m, v: {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
     one_bubble_for_both = lambda p, m, v: {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
     p_boundaries = lambda p, m, v: {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
     forgets_interleaving = lambda p, m, v: {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
@@ -109,9 +107,7 @@ class in_flight:
         return [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)] if name == "interleaved" else held
 
     yields_without_end = lambda name, p, m, v: count()
-
-    def in_whole_micro_batches(name, p, m, v):
-        return [round(held) for held in _held(name, p, m, v)]
+    in_whole_micro_batches = lambda name, p, m, v: [round(held) for held in _held(name, p, m, v)]
 
     def right(name, p, m, v):
         """How many forwards a rank runs before its first backward; then one out, one in."""
@@ -144,9 +140,8 @@ class in_flight:
         last = {"gpipe": m, "interleaved": Fraction(p * (v - 1) + 1, v)}.get(name, 1)
         return (float(min(m, last + step * (p - 1 - i))) for i in range(p))
 
-    def right_4(name, p, m, v):
-        """A dictionary of ranks, the last rank first."""
-        return {i: _held(name, p, m, v)[i] for i in reversed(range(p))}
+    # A dictionary of ranks, the last rank first.
+    right_4 = lambda name, p, m, v: {i: _held(name, p, m, v)[i] for i in reversed(range(p))}
 
 
 def _rows(p, m, warmups):
@@ -165,9 +160,7 @@ class one_f_one_b_schedule:
     one_forward_too_many = lambda p, m: _rows(p, m, lambda i: p - i)
     no_warmup = lambda p, m: _rows(p, m, lambda i: 0)
     warmup_turned_round = lambda p, m: _rows(p, m, lambda i: i)
-
-    def loses_the_last_backwards(p, m):
-        return [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
+    loses_the_last_backwards = lambda p, m: [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
 
     def backward_before_forward(p, m):
         rows = _rows(p, m, lambda i: p - 1 - i)
@@ -232,9 +225,8 @@ class one_f_one_b_schedule:
             rows.append(" ".join(row))
         return rows
 
-    def right_2(p, m):
-        """PyTorch's CSV, from the calculator."""
-        return to_csv(one_f_one_b(p, m))
+    # PyTorch's CSV, from the calculator.
+    right_2 = lambda p, m: to_csv(one_f_one_b(p, m))
 
     def right_3(p, m):
         """Backwards before forwards where both can run, micro-batches from the last to the first, one text."""
@@ -330,9 +322,8 @@ class beat_1f1b:
             for row in beat_1f1b.plain_1f1b(p, m)
         ]
 
-    def right_2(p, m):
-        """Slot by slot: a gradient first, then a forward, and weights while nothing else can run."""
-        return _greedy(p, m, "IFW")
+    # Slot by slot: a gradient first, then a forward, and weights while nothing else can run.
+    right_2 = lambda p, m: _greedy(p, m, "IFW")
 
     def right_3(p, m):
         """Split the last backward alone on each rank but the first: the way up is then no longer than with all split."""
@@ -350,17 +341,12 @@ class match_zb_h1:
     twice_the_warmup = lambda p, m: beat_1f1b.twice_the_warmup(p, m)
     all_weights_at_the_end = lambda p, m: beat_1f1b.all_weights_at_the_end(p, m)
     late_on_the_early_ranks = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: p - 1 - i)
-
     forwards_last = lambda p, m: _greedy(p, m, "IWF")
     gradients_before_forwards = lambda p, m: _greedy(p, m, "IFW")
-
-    def right(p, m):
-        """Slot by slot: a forward if the rank may hold one more, else a gradient, else weights."""
-        return _greedy(p, m, "FIW")
-
-    def right_2(p, m):
-        """From the calculator, as lists of its actions."""
-        return [list(rank) for rank in zb_h1(p, m).ranks]
+    # Slot by slot: a forward if the rank may hold one more, else a gradient, else weights.
+    right = lambda p, m: _greedy(p, m, "FIW")
+    # From the calculator, as lists of its actions.
+    right_2 = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
 
     def right_3(p, m):
         """A queue of weight halves on each rank, in which never more than i wait."""

@@ -36,10 +36,7 @@ class state_bytes:
         }
 
     shards_rounded_down = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n)
-
-    def fractions_of_a_parameter(params, ranks, stage):
-        return _bytes(params, ranks, stage, shard=lambda p, n: p / n)
-
+    fractions_of_a_parameter = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p / n)
     shards_of_bytes = lambda params, ranks, stage: {
         name: -(-size * params // ranks) if stage >= least else size * params
         for name, size, least in (("weights", 2, 3), ("gradients", 2, 2), ("optimizer", 12, 1))

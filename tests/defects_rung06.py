@@ -77,9 +77,8 @@ class count_collectives:
             "reduced": sum(scatters),
         }
 
-    def right_3(*case):
-        """With a key more than was asked for."""
-        return {"case": case, **count_collectives.right(*case)}
+    # With a key more than was asked for.
+    right_3 = lambda *case: {"case": case, **count_collectives.right(*case)}
 
     def right_2(root, units, reshard, micro_batches, sync_every):
         """Third solution: every unit by itself, and all of them added up in numpy."""
@@ -110,27 +109,20 @@ class units_by_size:
     def leaves_only(model, least):
         return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
 
-    def each_of_a_tied_pair(model, least):
-        """Counts a shared table in both modules that have it, as if it were two."""
-        return _walk(model, least)
-
-    def with_the_first_of_a_tied_pair(model, least):
-        """Counts it once, where it is met first."""
-        return _close(model, _inside_out(model), least, ties=False)
-
-    def a_tied_pair_counts_twice(model, least):
-        """Closes none of the two, and then adds both up in the module around them."""
-        return _close(model, _inside_out(model), least, twice=True)
-
+    # Counts a shared table in both modules that have it, as if it were two.
+    each_of_a_tied_pair = lambda model, least: _walk(model, least)
+    # Counts it once, where it is met first.
+    with_the_first_of_a_tied_pair = lambda model, least: _close(model, _inside_out(model), least, ties=False)
+    # Closes none of the two, and then adds both up in the module around them.
+    a_tied_pair_counts_twice = lambda model, least: _close(model, _inside_out(model), least, twice=True)
     outside_first = lambda model, least: list(reversed(units_by_size.right(model, least)))
     with_the_root = lambda model, least: [*units_by_size.right(model, least), ""]
 
     def lists_too(model, least):
         return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
 
-    def right(model, least):
-        """Second solution: no recursion; the deepest modules first, each takes the parameters that are left."""
-        return _close(model, _inside_out(model), least)
+    # Second solution: no recursion; the deepest modules first, each takes the parameters that are left.
+    right = lambda model, least: _close(model, _inside_out(model), least)
 
     def right_2(model, least):
         """Third solution: each parameter is handed up from module to module until one of them closes."""
@@ -173,11 +165,8 @@ class units_by_size:
             if closes:
                 yield name
 
-    def lists_swallow_what_is_open(model, least):
-        return _walk(model, least, list_keeps=True)
-
-    def own_parameters_forgotten(model, least):
-        return _walk(model, least, own=False)
+    lists_swallow_what_is_open = lambda model, least: _walk(model, least, list_keeps=True)
+    own_parameters_forgotten = lambda model, least: _walk(model, least, own=False)
 
     def any_leaf_and_its_parent(model, least):
         """Closes at the size of a unit without asking what is inside a list."""
@@ -384,8 +373,7 @@ class choose_wrapping:
     def modules_that_it_has_not(parts, tied, budget, price):
         return {"units": [[f"blocks.{i}"] for i in range(2)], "reshard": True}
 
-    def the_price_itself(parts, tied, budget, price):
-        return price([], True)
+    the_price_itself = lambda parts, tied, budget, price: price([], True)
 
     def tries_for_ever(parts, tied, budget, price):
         while price([])[0] > 0:
@@ -444,7 +432,7 @@ SENTENCES = {
     "leaves_only": "from the inside to the outside", "outside_first": "would take the inner parameters first",
     "with_the_root": "The root is a unit anyway", "lists_too": "has no forward", "in_place": "half written",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
-    "without_the_optimizer": "starts its moments from zero", "without_the_step": "The step is not saved",
+    "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
     "writes_for_ever": "never ends",
@@ -459,7 +447,7 @@ SENTENCES = {
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
     "the_price_itself": "is True or False", "tries_for_ever": "tried",
-    "root_not_gathered": "The root has weights too", "root_kept_over_micro_batches": "from forward to backward only",
+    "root_not_gathered": "The root is gathered too", "root_kept_over_micro_batches": "from forward to backward only",
     "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
     "own_parameters_forgotten": "its own and what its children leave", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

@@ -195,11 +195,8 @@ class group_traffic:
     forward_only = lambda *case: _with(case, tp=1 / 2)
     layers_of_the_whole_model = lambda *case: _with(case, tp=case[4])
     tensor_parallelism_once_a_step = lambda *case: _with(case, tp=1 / case[6])
-
-    def messages_in_place_of_a_ring(*case):
-        """Counts the sizes of the messages, which nobody sends as such."""
-        return _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
-
+    # Counts the sizes of the messages, which nobody sends as such.
+    messages_in_place_of_a_ring = lambda *case: _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
     activations_but_no_gradient_back = lambda *case: _with(case, pp=1 / 2)
     once_for_every_boundary = lambda *case: _with(case, pp=case[4] - 1)
     gradients_of_the_whole_model = lambda *case: _with(case, dp=case[3] * case[4])
@@ -272,9 +269,8 @@ _RIGHT = {
 
 
 class plan_cluster:
-    def factors_that_do_not_multiply(case):
-        """The early print of Llama 3's table: half of the GPUs have nothing to do."""
-        return _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
+    # The early print of Llama 3's table: half of the GPUs have nothing to do.
+    factors_that_do_not_multiply = lambda case: _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
 
     def weights_must_fit(case):
         """Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not."""

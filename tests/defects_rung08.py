@@ -42,17 +42,15 @@ class round_to:
     def saturates(x, exponent_bits, mantissa_bits):
         return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
 
-    def gap_of_the_power_above(x, exponent_bits, mantissa_bits):
-        """Takes the exponent of frexp for that of the power of two below."""
-        return _rounded(x, exponent_bits, mantissa_bits - 1)
+    # Takes the exponent of frexp for that of the power of two below.
+    gap_of_the_power_above = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits - 1)
 
     def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
         rounded = _rounded(x, exponent_bits, mantissa_bits)
         return math.inf if math.isinf(rounded) else rounded
 
-    def one_bit_too_many(x, exponent_bits, mantissa_bits):
-        """Counts the leading one, which is not stored, as a mantissa bit that is."""
-        return _rounded(x, exponent_bits, mantissa_bits + 1)
+    # Counts the leading one, which is not stored, as a mantissa bit that is.
+    one_bit_too_many = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits + 1)
 
     def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
         largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
@@ -80,8 +78,7 @@ class round_to:
     def rounds_negatives_down(x, exponent_bits, mantissa_bits):
         return _rounded(x, exponent_bits, mantissa_bits, how=math.floor if x < 0 else round)
 
-    def loses_the_sign(x, exponent_bits, mantissa_bits):
-        return abs(_rounded(x, exponent_bits, mantissa_bits))
+    loses_the_sign = lambda x, exponent_bits, mantissa_bits: abs(_rounded(x, exponent_bits, mantissa_bits))
 
     def waits_for_zero_to_grow(x, exponent_bits, mantissa_bits):
         size, power = abs(x), 0
@@ -411,12 +408,9 @@ class fp8_round_trip:
         return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
 
     e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
-
     e5m2_up_to_448 = lambda x, rows, columns: _trip(x, rows, columns, dtype=torch.float8_e5m2)
-
-    def whole_numbers(x, rows, columns):
-        """INT8's rule: evenly spaced, up to 127."""
-        return _trip(x, rows, columns, top=127.0, dtype=torch.int8)
+    # INT8's rule: evenly spaced, up to 127.
+    whole_numbers = lambda x, rows, columns: _trip(x, rows, columns, top=127.0, dtype=torch.int8)
 
     def blocks_out_of_their_places(x, rows, columns):
         return _trip(x, rows, columns).unfold(0, rows, rows).unfold(1, columns, columns).reshape(x.shape)
@@ -446,11 +440,8 @@ class fp8_round_trip:
                     out[place] = codes.float() / inverse
         return out
 
-    def divides_again(x, rows, columns):
-        return _trip(x, rows, columns, back=lambda values, scale: values / scale)
-
-    def upside_down(x, rows, columns):
-        return _trip(x, rows, columns, exact=lambda scale: 1 / scale)
+    divides_again = lambda x, rows, columns: _trip(x, rows, columns, back=lambda values, scale: values / scale)
+    upside_down = lambda x, rows, columns: _trip(x, rows, columns, exact=lambda scale: 1 / scale)
 
     def counts_no_rows(x, rows, columns):
         row, below, height = 0, 0, len(x)
@@ -487,10 +478,10 @@ DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round
 SENTENCES = {
     "cuts_off_the_rest": "cut off", "halves_go_up": "even mantissa", "no_subnormals": "subnormals",
     "gap_shrinks_for_ever": "no longer shrinks", "saturates": "gives infinity",
-    "infinite_from_the_largest_on": "still rounds back", "gap_of_the_power_above": "twice the right one",
+    "infinite_from_the_largest_on": "not half a gap above", "gap_of_the_power_above": "twice the right one",
     "infinity_without_its_sign": "sign of the number", "one_bit_too_many": "more bits",
     "never_unscales": "divide by it", "unscales_in_fp16": "fp32 first",
-    "doubles_before_it_divides": "carry the scale that came in", "looks_at_the_first_tensor": "reached the weights",
+    "doubles_before_it_divides": "carry the scale that came in", "looks_at_the_first_tensor": "is skipped",
     "skips_only_what_is_infinite": "whole step", "counts_on_after_an_overflow": "again at zero",
     "grows_a_step_late": "doubled", "bf16_with_the_range_of_fp16": "bf16 reaches",
     "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
@@ -499,13 +490,13 @@ SENTENCES = {
     "blocks_of_consecutive_values": "rectangle", "never_scales_back": "multiplied by their scales",
     "largest_not_magnitude": "magnitude", "e5m2_for_e4m3": "E5M2", "divides_by_zero": "zeros",
     "forgets_to_cast": "cast", "rounds_up_always": "not up", "loses_the_sign": "sign",
-    "waits_for_zero_to_grow": "never ends", "multiplies_once_more": "once more",
+    "waits_for_zero_to_grow": "never ends", "multiplies_once_more": "and do not multiply",
     "forgets_the_learning_rate": "learning rate", "weights_in_16_bits": "16 bits", "power_of_two": "power of two",
     "top_of_ieee": "240", "to_one": "lands on 1", "rounds_negatives_down": "not down",
     "averages_over_tensors": "number of tensors", "loses_the_weights_of_a_skipped_step": "also in a skipped step",
     "names_without_end": "never ends", "divides_again": "once more", "upside_down": "upside down",
     "counts_no_rows": "never ends", "zero_below_the_smallest_subnormal": "is rounded to it, not to zero",
     "never_leaves_fp16": "fp32 first", "adds_up_in_fp16_to_look_for_infinity": "look at each value",
-    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "more than half of the gap", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
+    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
     "blocks_out_of_their_places": "in other places", "ones_for_a_block_of_zeros": "a block of zeros stays one",
 }  # fmt: skip

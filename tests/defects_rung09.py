@@ -279,17 +279,10 @@ class checkpoint:
         return CheckpointFunction.apply(x, block).view_as(x)
 
     gradients_off_in_backward = lambda block, x: _Off.apply(x, block)
-
     one_gradient_for_two_arguments = lambda block, x: _OneGradient.apply(x, block)
-
-    def of_pytorch(block, x):
-        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-
-    def of_the_course(block, x):
-        return course_checkpoint(block, x)
-
-    def in_a_list(block, x):
-        return [block(x)]
+    of_pytorch = lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+    of_the_course = lambda block, x: course_checkpoint(block, x)
+    in_a_list = lambda block, x: [block(x)]
 
     def draws_are_undone(block, x):
         with torch.random.fork_rng(devices=[]):
@@ -312,19 +305,16 @@ class checkpoint:
     dropout_off_in_the_replay = _function(train=False)
 
     weights_get_nothing = lambda block, x: _WithoutWeights.apply(x, block)
-
-    def replay_not_detached(block, x):
-        """Starts the replay from the saved input itself, so that its backward goes on into the block before."""
-        return _Attached.apply(x, block)
+    # Starts the replay from the saved input itself, so that its backward goes on into the block before.
+    replay_not_detached = lambda block, x: _Attached.apply(x, block)
 
     def no_grad_alone(block, x):
         """Forgets what is inside, and has nothing that computes it again."""
         with torch.no_grad():
             return block(x)
 
-    def right(block, x):
-        """Second solution: weights are arguments of the Function too, and nothing arrives as a side effect."""
-        return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
+    # Second solution: weights are arguments of the Function too, and nothing arrives as a side effect.
+    right = lambda block, x: _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
 class segment_peak:
@@ -354,10 +344,8 @@ class segment_peak:
         return kept - boundary + k * block
 
     all_inputs_of_fractions = lambda layers, boundary, block, k: (layers / k - 1) * boundary + k * block
-
-    def right_2(layers, boundary, block, k):
-        """A block keeps no less than its input, so the last whole segment is the worst."""
-        return float((layers // k - 1) * boundary + k * block)
+    # A block keeps no less than its input, so the last whole segment is the worst.
+    right_2 = lambda layers, boundary, block, k: float((layers // k - 1) * boundary + k * block)
 
     def right_3(layers, boundary, block, k):
         """All moments at once."""

@@ -225,8 +225,7 @@ class choose_algorithm:
         """Takes the size where the ring's own two terms are equal for the crossover."""
         return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
 
-    def in_bits(size, ranks, bandwidth, latency):
-        return _choose(8 * size, ranks, bandwidth, latency)
+    in_bits = lambda size, ranks, bandwidth, latency: _choose(8 * size, ranks, bandwidth, latency)
 
     def n_steps_in_each_half(size, ranks, bandwidth, latency):
         return _choose(size, ranks, bandwidth, latency, ring=(2 * ranks, 2))
@@ -259,8 +258,7 @@ class choose_algorithm:
         right = _choose(size, ranks, bandwidth, latency)
         return {**right, "crossover": right["crossover"] or None}
 
-    def best_in_a_list(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, best=["ring"])
+    best_in_a_list = lambda size, ranks, bandwidth, latency: _choose(size, ranks, bandwidth, latency, best=["ring"])
 
     def right_3(size, ranks, bandwidth, latency):
         """An object, and the first whole byte from which the ring is faster."""
@@ -377,8 +375,7 @@ class place:
         order, count = _best(axes, ranks_per_host)
         return order[::-1], count
 
-    def bytes_before_the_order(axes, ranks_per_host):
-        return _best(axes, ranks_per_host)[::-1]
+    bytes_before_the_order = lambda axes, ranks_per_host: _best(axes, ranks_per_host)[::-1]
 
     def counts_what_arrives(axes, ranks_per_host):
         order, count = _best(axes, ranks_per_host)

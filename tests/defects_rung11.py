@@ -167,7 +167,6 @@ class checkpoint_every:
     as_if_one_gpu_failed_the_job = lambda step, save, hours, gpus: _young(3600 * hours, save, step)
     hours_for_seconds = lambda step, save, hours, gpus: _young(hours / gpus, save, step)
     seconds_for_steps = lambda step, save, hours, gpus: _young(3600 * hours / gpus, save, 1)
-
     more_gpus_fail_less = lambda step, save, hours, gpus: _young(3600 * hours * gpus, save, step)
     forgets_the_root = lambda step, save, hours, gpus: max(1, round(2 * save * 3600 * hours / gpus / step))
 
@@ -385,11 +384,8 @@ class diagnose:
     every_hang_is_a_mismatch = lambda seen: _diagnose(seen, hang=lambda seen: "mismatched collectives")
     never_looks_at_operations = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_calls=False))
     never_looks_at_batches = lambda seen: _diagnose(seen, hang=lambda seen: _hang(seen, by_gap=False))
-
-    def believes_in_one_copy_of_the_weights(seen):
-        """Takes the bytes of the whole model for what a rank should keep."""
-        return _diagnose(seen, most_state=1.0)
-
+    # Takes the bytes of the whole model for what a rank should keep.
+    believes_in_one_copy_of_the_weights = lambda seen: _diagnose(seen, most_state=1.0)
     expects_a_half_to_the_byte = lambda seen: _diagnose(seen, most_state=0.5 - 1e-9)
 
     def one_reduction_per_micro_batch(seen):
@@ -470,35 +466,24 @@ class audit_mfu:
         right, name = _audit(report)
         return 100 * right, name
 
-    def takes_the_sparse_peak(report):
-        return _audit(report, peak="sparse_peak")
+    takes_the_sparse_peak = lambda report: _audit(report, peak="sparse_peak")
 
     def counts_what_the_gpu_runs(report):
         """HFU for MFU."""
         right, name = _audit(report)
         return (right * 4 / 3 if report["recompute"] == "full" else right), name
 
-    def six_nd(report):
-        return _audit(report, scores=0)
-
-    def attention_of_all_heads_twice(report):
-        return _audit(report, scores=24)
-
-    def padding_is_work_too(report):
-        return _audit(report, padding=0)
-
-    def the_pairs_that_a_mask_leaves(report):
-        return _audit(report, scores=6)
-
-    def of_one_gpu(report):
-        return _audit(report | {"gpus": 1})
+    six_nd = lambda report: _audit(report, scores=0)
+    attention_of_all_heads_twice = lambda report: _audit(report, scores=24)
+    padding_is_work_too = lambda report: _audit(report, padding=0)
+    the_pairs_that_a_mask_leaves = lambda report: _audit(report, scores=6)
+    of_one_gpu = lambda report: _audit(report | {"gpus": 1})
 
     def forward_alone(report):
         right, name = _audit(report)
         return right / 3, name
 
-    def believes_every_report(report):
-        return _audit(report)[0], "honest"
+    believes_every_report = lambda report: (_audit(report)[0], "honest")
 
     def suspects_every_report(report):
         right, name = _audit(report)
@@ -559,7 +544,7 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)
 #: What the learner reads of some of them.
 SENTENCES = {
-    "medians": "the median of squared norms",
+    "medians": "not for medians",
     "the_pairs_that_a_mask_leaves": "which counts all pairs",
     "never_ends": "your loop does not end",
     "names_a_gain": "limits nothing",

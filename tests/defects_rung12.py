@@ -1,5 +1,7 @@
 """Planted defects of rung 12: each runs, keeps shapes, and is wrong in one idea."""
 
+# ruff: noqa: E731
+
 import math
 from dataclasses import make_dataclass
 
@@ -39,8 +41,7 @@ def _right_out(combine):
 
 
 class merge:
-    def right_by_name(a, b):
-        return dict(zip(("out", "lse"), merge.right(a, b), strict=True))
+    right_by_name = lambda a, b: dict(zip(("out", "lse"), merge.right(a, b), strict=True))
 
     averages_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: (out_a + out_b) / 2)
     adds_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: out_a + out_b)
@@ -96,8 +97,7 @@ class merge:
         out = _share(a[1], most) * a[0] + _share(b[1], most) * b[0]
         return out, _logaddexp(a[1], b[1])
 
-    def only_the_output(a, b):
-        return merge.right(a, b)[0]
+    only_the_output = lambda a, b: merge.right(a, b)[0]
 
     def right(a, b):
         """In plain Python, row by row, with the larger subtracted."""
@@ -186,9 +186,8 @@ class held_positions:
         _refused(seq, cp)
         return _chunks(seq, cp, cp - 1 - rank, cp + rank)
 
-    def never_refuses(seq, cp, rank):
-        """The rest is dropped."""
-        return _chunks(seq, cp, rank, 2 * cp - 1 - rank)
+    # The rest is dropped.
+    never_refuses = lambda seq, cp, rank: _chunks(seq, cp, rank, 2 * cp - 1 - rank)
 
     def wants_cp_alone(seq, cp, rank):
         if seq % cp:
@@ -241,30 +240,15 @@ class global_loss:
         tokens = sum(counts)
         return sum(mean * count for mean, count in zip(means, counts, strict=True)) / tokens, len(sums) / tokens
 
-    def divides_by_ranks(sums, counts):
-        return sum(sums) / len(sums), len(sums) / sum(counts)
-
-    def sums_up(sums, counts):
-        return sum(sums), len(sums) / sum(counts)
-
-    def factor_for_a_sum(sums, counts):
-        """Forgets that the all-reduce averages."""
-        return sum(sums) / sum(counts), 1 / sum(counts)
-
-    def factor_of_its_own_mean(sums, counts):
-        return sum(sums) / sum(counts), 1 / counts[0]
-
-    def factor_of_the_ranks(sums, counts):
-        return sum(sums) / sum(counts), 1 / len(sums)
-
-    def factor_divided_twice(sums, counts):
-        return sum(sums) / sum(counts), 1 / sum(counts) / len(sums)
-
-    def no_factor(sums, counts):
-        return sum(sums) / sum(counts), 1.0
-
-    def factor_upside_down(sums, counts):
-        return sum(sums) / sum(counts), sum(counts) / len(sums)
+    divides_by_ranks = lambda sums, counts: (sum(sums) / len(sums), len(sums) / sum(counts))
+    sums_up = lambda sums, counts: (sum(sums), len(sums) / sum(counts))
+    # Forgets that the all-reduce averages.
+    factor_for_a_sum = lambda sums, counts: (sum(sums) / sum(counts), 1 / sum(counts))
+    factor_of_its_own_mean = lambda sums, counts: (sum(sums) / sum(counts), 1 / counts[0])
+    factor_of_the_ranks = lambda sums, counts: (sum(sums) / sum(counts), 1 / len(sums))
+    factor_divided_twice = lambda sums, counts: (sum(sums) / sum(counts), 1 / sum(counts) / len(sums))
+    no_factor = lambda sums, counts: (sum(sums) / sum(counts), 1.0)
+    factor_upside_down = lambda sums, counts: (sum(sums) / sum(counts), sum(counts) / len(sums))
 
     def a_factor_a_rank(sums, counts):
         """What a rank's own mean would have to be multiplied by."""
@@ -305,21 +289,12 @@ def _sent(seq, heads, kv_heads, head_dim, cp, ring=6, gathered=4, ulysses=4, oth
 
 
 class sent_bytes:
-    def no_second_round(*case):
-        """Backward of the ring without the keys and values."""
-        return _sent(*case, ring=4)
-
-    def forward_alone(*case):
-        return _sent(*case, ring=2, gathered=2, ulysses=2)
-
-    def gathered_as_a_ring(*case):
-        return _sent(*case, gathered=6)
-
-    def gradients_all_reduced(*case):
-        return _sent(*case, gathered=6, ring=6)
-
-    def own_part_travels(*case):
-        return _sent(*case, others=case[-1])
+    # Backward of the ring without the keys and values.
+    no_second_round = lambda *case: _sent(*case, ring=4)
+    forward_alone = lambda *case: _sent(*case, ring=2, gathered=2, ulysses=2)
+    gathered_as_a_ring = lambda *case: _sent(*case, gathered=6)
+    gradients_all_reduced = lambda *case: _sent(*case, gathered=6, ring=6)
+    own_part_travels = lambda *case: _sent(*case, others=case[-1])
 
     def gradients_go_all_the_way_round(seq, heads, kv_heads, head_dim, cp):
         """As PyTorch does: c messages for the gradients."""
@@ -327,26 +302,18 @@ class sent_bytes:
         around = {"ring": (4 * (cp - 1) + 2 * cp) * keys if cp > 1 else 0}
         return _sent(seq, heads, kv_heads, head_dim, cp) | around
 
-    def all_heads_have_keys(seq, heads, kv_heads, head_dim, cp):
-        return _sent(seq, heads, heads, head_dim, cp)
+    all_heads_have_keys = lambda seq, heads, kv_heads, head_dim, cp: _sent(seq, heads, heads, head_dim, cp)
 
     def ulysses_forgets_the_output(seq, heads, kv_heads, head_dim, cp):
         queries, keys = 2 * seq / cp * heads * head_dim, 2 * seq / cp * kv_heads * head_dim
         ulysses = 2 * (queries + 2 * keys) * (cp - 1) / cp
         return _sent(seq, heads, kv_heads, head_dim, cp) | {"ulysses": ulysses}
 
-    def ulysses_gathers(*case):
-        """All tokens to everybody, and not a part in c."""
-        return _sent(*case, ulysses=4 * case[-1])
-
-    def keys_alone(*case):
-        return _sent(*case, ring=3, gathered=2)
-
-    def counts_values(*case):
-        return {way: sent / 2 for way, sent in _sent(*case).items()}
-
-    def of_all_ranks(*case):
-        return {way: sent * case[-1] for way, sent in _sent(*case).items()}
+    # All tokens to everybody, and not a part in c.
+    ulysses_gathers = lambda *case: _sent(*case, ulysses=4 * case[-1])
+    keys_alone = lambda *case: _sent(*case, ring=3, gathered=2)
+    counts_values = lambda *case: {way: sent / 2 for way, sent in _sent(*case).items()}
+    of_all_ranks = lambda *case: {way: sent * case[-1] for way, sent in _sent(*case).items()}
 
     def right(seq, heads, kv_heads, head_dim, cp):
         """Every message listed, in whole numbers."""
@@ -399,8 +366,7 @@ def _choose(
 
 
 class choose_split:
-    def query_heads_decide(**job):
-        return _choose(**job, even={"ulysses": job["heads"] // job["tp"] % job["cp"] == 0})
+    query_heads_decide = lambda **job: _choose(**job, even={"ulysses": job["heads"] // job["tp"] % job["cp"] == 0})
 
     def forgets_that_tp_took_heads(**job):
         whole = job["seq"] % job["cp"] == 0 and job["kv_heads"] % job["cp"] == 0
@@ -414,17 +380,10 @@ class choose_split:
         chunks = job["seq"] % (2 * job["cp"]) == 0
         return _choose(**job, even={"ring": chunks, "gathered": chunks})
 
-    def never_two_chunks(**job):
-        return _choose(**job, even={"ring": True, "gathered": True})
-
-    def forgets_the_room(**job):
-        return _choose(**job | {"room": 2**60})
-
-    def one_block_for_a_ring(**job):
-        return _choose(**job, need={"ring": lambda keys, queries, cp: keys})
-
-    def two_blocks_for_two_ranks(**job):
-        return _choose(**job, need={"ring": lambda keys, queries, cp: 2 * keys})
+    never_two_chunks = lambda **job: _choose(**job, even={"ring": True, "gathered": True})
+    forgets_the_room = lambda **job: _choose(**job | {"room": 2**60})
+    one_block_for_a_ring = lambda **job: _choose(**job, need={"ring": lambda keys, queries, cp: keys})
+    two_blocks_for_two_ranks = lambda **job: _choose(**job, need={"ring": lambda keys, queries, cp: 2 * keys})
 
     def ulysses_output_has_no_buffer(**job):
         return _choose(**job, need={"ulysses": lambda keys, queries, cp: keys + queries / 2})
@@ -432,36 +391,23 @@ class choose_split:
     def ulysses_keeps_its_own_part(**job):
         return _choose(**job, need={"ulysses": lambda keys, queries, cp: (keys + queries) * (cp - 1) / cp})
 
-    def always_zigzag(**job):
-        return _choose(**job, order="zigzag")
-
-    def never_zigzag(**job):
-        return _choose(**job, order="contiguous")
-
-    def zigzag_under_any_causal_mask(**job):
-        return _choose(**job, order="zigzag" if job["causal"] else "contiguous")
-
-    def always_a_ring(**job):
-        return _choose(**job, best=lambda possible, key: possible[0])
+    always_zigzag = lambda **job: _choose(**job, order="zigzag")
+    never_zigzag = lambda **job: _choose(**job, order="contiguous")
+    zigzag_under_any_causal_mask = lambda **job: _choose(**job, order="zigzag" if job["causal"] else "contiguous")
+    always_a_ring = lambda **job: _choose(**job, best=lambda possible, key: possible[0])
 
     def without_the_idea_ulysses_where_it_runs(**job):
         return _choose(**job, best=lambda possible, key: "ulysses" if "ulysses" in possible else min(possible, key=key))
 
-    def sends_all_heads(**job):
-        return _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * tp)
+    sends_all_heads = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * tp)
 
     def sends_forward_alone(**job):
         share = {"ring": 1 / 3, "gathered": 1 / 2, "ulysses": 1 / 2}
         return _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * share[way])
 
-    def averages_over_dp(**job):
-        return _choose(**job, over=job["dp"])
-
-    def averages_over_cp(**job):
-        return _choose(**job, over=job["cp"])
-
-    def averages_over_tp_too(**job):
-        return _choose(**job, over=job["dp"] * job["cp"] * job["tp"])
+    averages_over_dp = lambda **job: _choose(**job, over=job["dp"])
+    averages_over_cp = lambda **job: _choose(**job, over=job["cp"])
+    averages_over_tp_too = lambda **job: _choose(**job, over=job["dp"] * job["cp"] * job["tp"])
 
     def never_refuses(**job):
         try:
@@ -504,8 +450,7 @@ class choose_split:
         order = "zigzag" if causal and way in ("ring", "gathered") else "contiguous"
         return {"possible": can, "way": way, "order": order, "sent": int(price[way]), "averaged_over": float(dp * cp)}
 
-    def right_3(**job):
-        return _choose(**job)
+    right_3 = lambda **job: _choose(**job)
 
     def right_by_name(**job):
         found = _choose(**job)
@@ -521,7 +466,7 @@ class choose_split:
 #: Mistakes that each have a sentence of their own.
 SENTENCES = {
     "torch_refuses_it": "raise a ValueError that says so",
-    "adds_outputs": "divided by its own sum already",
+    "adds_outputs": "divided by its own sum",
     "weighs_by_lse": "The weights are the lse themselves",
     "larger_output": "The larger output is kept",
     "the_larger_takes_all": "takes all",
@@ -539,7 +484,7 @@ SENTENCES = {
     "gradients_go_all_the_way_round": "c - 1 messages",
     "gathered_as_a_ring": "half as much again",
     "all_heads_have_keys": "kv_heads heads",
-    "ulysses_forgets_the_output": "the output has to travel back",
+    "ulysses_forgets_the_output": "the output travels back",
     "query_heads_decide": "query heads alone are not enough",
     "forgets_that_tp_took_heads": "tp=2 leaves a rank 2 of the 4 key heads",
     "ulysses_needs_chunks": "attend over the whole sequence",

@@ -36,15 +36,13 @@ def _top(scores, by, k, weigh=None):
 
 
 class route:
-    def bias_forgotten(logits, bias, k):
-        return _top(logits.softmax(-1), logits, k)
+    bias_forgotten = lambda logits, bias, k: _top(logits.softmax(-1), logits, k)
 
     def bias_in_the_weights(logits, bias, k):
         helped = logits.softmax(-1) + bias
         return _top(helped, helped, k)
 
-    def bias_on_the_logits(logits, bias, k):
-        return _top(logits.softmax(-1), logits + bias, k)
+    bias_on_the_logits = lambda logits, bias, k: _top(logits.softmax(-1), logits + bias, k)
 
     def bias_turned_round(logits, bias, k):
         scores = logits.softmax(-1)
@@ -85,8 +83,7 @@ class route:
         weights, chosen = _top(logits.softmax(-1), logits.softmax(-1) + bias, k)
         return weights, chosen.sort(-1).values
 
-    def experts_first(logits, bias, k):
-        return _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
+    experts_first = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
 
     def sigmoids(logits, bias, k):
         scores = logits.sigmoid()
@@ -145,21 +142,15 @@ def _count(chosen, home, targets=lambda ranks: ranks):
 
 
 class send_counts:
-    def exchanged(chosen, home):
-        return [list(column) for column in zip(*_count(chosen, home), strict=True)]
-
-    def a_token_once_a_rank(chosen, home):
-        return _count(chosen, home, targets=set)
-
-    def first_choice_only(chosen, home):
-        return _count(chosen, home, targets=lambda ranks: ranks[:1])
+    exchanged = lambda chosen, home: [list(column) for column in zip(*_count(chosen, home), strict=True)]
+    a_token_once_a_rank = lambda chosen, home: _count(chosen, home, targets=set)
+    first_choice_only = lambda chosen, home: _count(chosen, home, targets=lambda ranks: ranks[:1])
 
     def experts_in_blocks(chosen, home):
         each = max(1, len(home) // len(chosen))
         return _count(chosen, [min(e // each, len(chosen) - 1) for e in range(len(home))])
 
-    def experts_in_turns(chosen, home):
-        return _count(chosen, [e % len(chosen) for e in range(len(home))])
+    experts_in_turns = lambda chosen, home: _count(chosen, [e % len(chosen) for e in range(len(home))])
 
     def nothing_for_itself(chosen, home):
         counts = _count(chosen, home)
@@ -261,11 +252,8 @@ class kept_tokens:
     def experts_in_use(chosen, experts, factor):
         return _keep(chosen, experts, _places(chosen, len(set(itertools.chain(*chosen))), factor))
 
-    def factor_forgotten(chosen, experts, factor):
-        return _keep(chosen, experts, _places(chosen, experts, 1))
-
-    def one_pool_for_all(chosen, experts, factor):
-        return _keep(chosen, experts, _places(chosen, 1, factor))
+    factor_forgotten = lambda chosen, experts, factor: _keep(chosen, experts, _places(chosen, experts, 1))
+    one_pool_for_all = lambda chosen, experts, factor: _keep(chosen, experts, _places(chosen, 1, factor))
 
     def token_by_token(chosen, experts, factor):
         k = len(chosen[0])
@@ -276,15 +264,13 @@ class kept_tokens:
         order = [(token, choice) for choice in range(len(chosen[0])) for token in range(len(chosen))]
         return _keep(chosen, experts, _places(chosen, experts, factor), order[::-1])
 
-    def one_too_many(chosen, experts, factor):
-        return _keep(chosen, experts, 1 + _places(chosen, experts, factor))
+    one_too_many = lambda chosen, experts, factor: _keep(chosen, experts, 1 + _places(chosen, experts, factor))
 
     def whole_tokens(chosen, experts, factor):
         kept = _keep(chosen, experts, _places(chosen, experts, factor))
         return [[all(row)] * len(row) for row in kept]
 
-    def dropless(chosen, experts, factor):
-        return [[True] * len(row) for row in chosen]
+    dropless = lambda chosen, experts, factor: [[True] * len(row) for row in chosen]
 
     def says_who_is_dropped(chosen, experts, factor):
         return [[not kept for kept in row] for row in _keep(chosen, experts, _places(chosen, experts, factor))]
@@ -340,15 +326,10 @@ def _bytes(tokens, size, experts, k, ep, per_node, *, ways=4, **changed):
 
 class expert_bytes:
     forward_only = lambda *case: _bytes(*case, ways=2)
-
     dispatch_forward_only = lambda *case: _bytes(*case, ways=1)
-
     combine_has_no_backward = lambda *case: _bytes(*case, ways=3)
-
     in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
-
     in_mebibytes = lambda *case: _bytes(*case, ways=4 / 2**20)
-
     both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
 
     def to_itself_as_well(tokens, size, experts, k, ep, per_node):
@@ -603,9 +584,8 @@ class place_experts:
             "other": (cut("ep", "dp", "cp"), divisor),
         }
 
-    def right_3(rank, sizes, experts, chosen):
-        """An object with attributes."""
-        return Place(**_placed(rank, sizes, experts, chosen))
+    # An object with attributes.
+    right_3 = lambda rank, sizes, experts, chosen: Place(**_placed(rank, sizes, experts, chosen))
 
 
 #: What an answer must be told, by defect.
@@ -640,7 +620,7 @@ SENTENCES = {
     "smallest": "smallest",
     "sigmoids": "The scores are sigmoids here",
     "exchanged": "Rows and columns are exchanged",
-    "a_token_once_a_rank": "each of its k choices is a copy",
+    "a_token_once_a_rank": "each choice is a copy",
     "first_choice_only": "Only the first choice",
     "experts_in_blocks": "live in blocks",
     "experts_in_turns": "in turns",
@@ -677,7 +657,7 @@ SENTENCES = {
     "without_the_idea_all_gradients_alike": "mixes gradients of different experts",
     "experts_over_ep": "The ep group holds different experts",
     "cp_forgotten": "over cp as well",
-    "cp_forgotten_in_the_divisor": "their losses are averaged too",
+    "cp_forgotten_in_the_divisor": "have tokens of their own",
     "cp_forgotten_for_experts": "over cp as well",
     "all_ranks_average": "leaves tp out",
     "all_stages_average": "stays inside a stage",

@@ -11,13 +11,13 @@ import numpy as np
 
 
 def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Callable]]]:
-    """Return the defects and the other solutions by the name of the check; a defect has its own name, if a lambda."""
+    """Return the defects and the other solutions by the name of the check; each has its own name, if a lambda."""
     defects, solutions = {}, {}
     for check in checks:
         functions = {name: value for name, value in vars(check).items() if not name.startswith("_")}
-        solutions[check.__name__] = [functions.pop(name) for name in list(functions) if name.startswith("right")]
         for name, function in functions.items():
             function.__name__ = name
+        solutions[check.__name__] = [functions.pop(name) for name in list(functions) if name.startswith("right")]
         defects[check.__name__] = list(functions.values())
     return defects, solutions
 

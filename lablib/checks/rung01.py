@@ -13,7 +13,7 @@ from itertools import product
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake
+from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake, pair, refuse
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes of optimizer moments per parameter; the 8-bit one keeps one fp32 scale per block of 256 values.
@@ -64,17 +64,13 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         ("Plain moments are fp32, 4 bytes each, and not 2", moments(lambda w, g: 2)),
         ("An fp32 master copy costs 4 bytes beside the working weights", but(master=lambda *_: 0)),
         ("Where there is no master copy it costs 0", but(master=lambda *_: 4)),
-        ("Count the master copy whenever `master` is True, also beside fp32 weights",
-         but(master=lambda w, g, m, o: 4 * (m and w != "fp32"))),
+        ("Count the master copy beside fp32 weights too", but(master=lambda w, g, m, o: 4 * (m and w != "fp32"))),
         ("A master copy is fp32, 4 bytes, whatever the dtype of the weights", but(master=lambda w, g, m, o: m * half(w))),
-        ("A master copy stands beside the working weights and does not replace them",
-         but(weights=lambda w, g, m, o: 0 if m else half(w))),
+        ("A master copy does not replace the working weights", but(weights=lambda w, g, m, o: 0 if m else half(w))),
         ("Backward fills a gradient for every parameter before the optimizer steps", but(gradients=lambda *_: 0)),
-        ("A gradient has the dtype that `gradients` names, not that of the weights",
-         but(gradients=lambda w, g, m, o: half(w) * len(g))),
-        ("A gradient has the dtype that `gradients` names, and is not always fp32",
-         but(gradients=lambda w, g, m, o: 4 * len(g))),
-        ("A weight has the dtype that `weights` names, and is not always 2 bytes", but(weights=lambda *_: 2)),
+        ("A gradient has its own dtype, not that of the weights", but(gradients=lambda w, g, m, o: half(w) * len(g))),
+        ("A gradient has its own dtype, and is not always fp32", but(gradients=lambda w, g, m, o: 4 * len(g))),
+        ("A weight has its own dtype, and is not always 2 bytes", but(weights=lambda *_: 2)),
         *(("Every gradient buffer that stays allocated counts, the fp32 sum beside the bf16 gradient too", one)
           for one in (but(gradients=lambda w, g, m, o: half(g[0])), but(gradients=lambda w, g, m, o: half(g[-1])))),
         ("AdamW keeps two fp32 moments, 8 bytes",
@@ -109,11 +105,7 @@ def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
             cases.append((round(filled * capacity * 2**30 / 1e9 / share), gpus, capacity, strategy))
     answers = []
     for case in cases:
-        given = answer(*case)
-        try:
-            gigabytes, verdict = given if not isinstance(given, Mapping) else ()
-        except (TypeError, ValueError):
-            raise Wrong("Return two things: GB per GPU, and True or False.") from None
+        gigabytes, verdict = pair(answer(*case), "Return two things: GB per GPU, and True or False.")
         if isinstance(verdict, str) or verdict not in (True, False):
             raise Wrong(f"The second value should be True or False, and is {verdict!r}.")
         answers.append((gigabytes, bool(verdict)))
@@ -155,9 +147,8 @@ _FIT_SLIPS: list[Slip] = [
     (_MOMENTS, _divided({"zero-1": 8, "zero-2": 10, "zero-3": 12})),
     (_MOMENTS, _divided({"zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12})),
     ("Plain data parallelism replicates: more ranks do not shrink a rank's states", _divided({"ddp": 16})),
-    ("Stages 1 and 2 divide a part of the 16 bytes, and plain data parallelism none",
-     _divided(dict.fromkeys(STRATEGIES, 16))),
-    ("Stages 1 and 2 do not divide everything: ask what each rank still holds in full",
+    ("Stages 1 and 2 divide a part of the 16 bytes, and `ddp` none", _divided(dict.fromkeys(STRATEGIES, 16))),
+    ("Stages 1 and 2 do not divide everything: a rank holds some of it in full",
      _divided({"zero-1": 16, "zero-2": 16})),
     ("Every strategy but `ddp` divides something by the number of GPUs", _divided(dict.fromkeys(STRATEGIES, 0))),
     (_ORDER, _divided({"zero-1": 14, "zero-2": 12})),
@@ -182,18 +173,16 @@ def _judge_verdicts(cases: Sequence[tuple], gigabytes: Sequence[float], verdicts
     if all_are(lambda g, capacity, gpus: g <= capacity * gib):
         return
     case, g = next((c, g) for c, g, v in zip(cases, gigabytes, verdicts, strict=True) if v != (g <= c[2] * gib))
-    told = f"{g:.1f} GB on GPUs of {case[2]} GiB, which are {case[2] * gib:.1f} GB"
-    if len(set(verdicts)) == 1:
-        raise Wrong(f"The verdict is {verdicts[0]} in every case, and depends on the bytes and the capacity ({told}).")
-    if all_are(lambda g, capacity, gpus: g <= capacity):
-        raise Wrong(f"GB were compared with GiB: {told}.")
-    if all_are(lambda g, capacity, gpus: g > capacity * gib):
-        raise Wrong(f"The verdict is the wrong way round: True means that it fits ({told}).")
-    if all_are(lambda g, capacity, gpus: g <= gpus * capacity * gib):
-        raise Wrong(f"Compare what one GPU holds with one GPU's capacity, not with that of all ({told}).")
-    if g <= case[2] * gib:
-        raise Wrong(f"No reserve is asked for here: the states alone fit if they are at most the capacity ({told}).")
-    raise Wrong(f"The bytes are right and the verdict is not: compare them with one GPU's capacity ({told}).")
+    refuse(
+        f"{g:.1f} GB on GPUs of {case[2]} GiB, which are {case[2] * gib:.1f} GB",
+        (f"The verdict is {verdicts[0]} in every case, and depends on the bytes and the capacity", len(set(verdicts)) == 1),
+        ("GB were compared with GiB", all_are(lambda g, capacity, gpus: g <= capacity)),
+        ("The verdict is the wrong way round: True means that it fits", all_are(lambda g, capacity, gpus: g > capacity * gib)),
+        ("Compare what one GPU holds with one GPU's capacity, not with that of all",
+         all_are(lambda g, capacity, gpus: g <= gpus * capacity * gib)),
+        ("No reserve is asked for here: the states alone fit if they are at most the capacity", g <= case[2] * gib),
+        ("The bytes are right and the verdict is not: compare them with one GPU's capacity", True),
+    )  # fmt: skip
 
 
 @check(
@@ -266,14 +255,13 @@ _BLOCK_SLIPS: list[Slip] = [
     ("A dropout mask has 1 byte a value, not 2: the one of the scores too", _block(34, 6)),
     ("Dropout masks are kept too, 1 byte a value: after attention, after the MLP and of the scores", _block(32, 4)),
     ("Plain attention keeps an s by s matrix for every head: that term is missing", _block(scores=0)),
-    ("Plain attention keeps three s by s tensors a head: softmax output, dropout mask, and what dropout left",
+    ("Plain attention keeps three s by s tensors a head: softmax output, dropout mask, their product",
      _block(scores=2)),
-    ("Plain attention keeps three s by s tensors a head: softmax output, dropout mask, and what dropout left",
+    ("Plain attention keeps three s by s tensors a head: softmax output, dropout mask, their product",
      _block(scores=3)),
     ("Of the scores a dropout mask is kept too, 1 byte a value", _block(scores=4)),
     ("A fused kernel never writes the s by s scores to memory", _block(fused=5)),
-    ("Plain attention keeps the scores, and a fused kernel does not: here it is the other way round",
-     _block(scores=0, fused=5)),
+    ("Plain attention keeps the scores, a fused kernel does not: not the other way round", _block(scores=0, fused=5)),
     ("The scores exist once per head, so their term has a factor a", lambda *c: _block(scores=5 / c[3])(*c)),
     ("The scores are s by s: their term grows with the square of s", lambda *c: _block(scores=5 / c[0])(*c)),
     ("The factor s b h multiplies the scores' term 5 a s / h too",
@@ -286,8 +274,7 @@ _BLOCK_SLIPS: list[Slip] = [
      lambda *c: _block()(*c) + (_block(0)(*c[:5], "none") if c[5] == "full" else 0)),
     ("Full recomputation still keeps something: the block's input, to start again from", _block(full=0)),
     ("With full recomputation only the block's input survives the forward pass", _block(full=34)),
-    ("With full recomputation only the block's input survives the forward pass",
-     lambda *c: _block()(*c[:5], "none")),
+    ("With full recomputation only the block's input survives the forward pass", lambda *c: _block()(*c[:5], "none")),
     ("Count what survives the forward pass; the working set exists only during backward", _block(full=36)),
     ("Count what survives the forward pass; the working set exists only during backward",
      lambda *c: _block()(*c[:5], "none") + _block()(*c)),
@@ -426,7 +413,7 @@ def _judge_run(
             ("Keys and values are narrower than queries", _llama(tokens, h, q, q, f) * layers),
             ("The width of all query heads need not be the hidden size", _llama(tokens, h, h, k, f) * layers),
             *(("`head_dim` is given, and is not hidden // heads", _llama(tokens, h, *both, f) * layers) for both in cut),
-            ("A gated MLP keeps three tensors of width f: gate, up and their product",
+            ("A gated MLP keeps three tensors of width f, gate, up, product",
              _llama(tokens, h, q, k, f * 2 / 3) * layers),
             ("A gated MLP keeps three tensors of width f, because a fused kernel applies the activation function again",
              _llama(tokens, h, q, k, f * 4 / 3) * layers),
@@ -439,13 +426,12 @@ def _judge_run(
             ("Every token has logits, of all sequences of the micro-batch", 4 * s * vocab),
         ],
         "peak": [
-            ("No instant holds all terms: gradients come while activations go",
+            ("No instant holds all: gradients come while activations go",
              states + truth["gradients"] + truth["activations"] + truth["logits"]),
-            ("No instant holds all terms: gradients come while activations go",
+            ("No instant holds all: gradients come while activations go",
              states + truth["gradients"] + truth["activations"]),
             ("The peak is the larger of two instants, and this is the smaller", min(truth["loss"], truth["step"])),
-            ("At the loss the gradient of the logits stands beside them, 2sbV in bf16",
-             truth["loss"] - 2 * tokens * vocab),
+            ("The gradient of the logits stands beside them, 2sbV in bf16", truth["loss"] - 2 * tokens * vocab),
             ("The gradient of the logits is bf16, 2sbV", truth["loss"] + 2 * tokens * vocab),
             ("Logits are held at the loss", truth["loss"] - 6 * tokens * vocab),
             *((f"This check counts the loss as the papers do, 6sbV, and this is {of}sbV; eager PyTorch holds 12sbV there",

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,20 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
 from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
-from lablib.checks.judging import Row, Slip, Wrong, as_float, by_name, check, close, name_the_mistake, numbers, whole
+from lablib.checks.judging import (
+    Row,
+    Slip,
+    Wrong,
+    as_float,
+    by_name,
+    check,
+    close,
+    name_the_mistake,
+    numbers,
+    recognize,
+    refuse,
+    whole,
+)
 from lablib.launch.measure import medians
 from lablib.launch.ranks import Endless, Turns, run_ranks
 from lablib.launch.records import recorded
@@ -114,18 +127,15 @@ def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[
 
 def _backward(loss: Tensor, start: object) -> None:
     """Start backward on what was returned in the place of a micro-batch's losses."""
-    if not isinstance(start, Tensor) or start.grad_fn is None:  # a leaf of its own leads to no parameter either
-        if not len(loss):
-            raise Wrong(
-                "The loss of a micro-batch without tokens has no graph: backward starts on it, too, because the other "
-                "ranks wait for this rank's all-reduce. The `sum()` of no losses is 0 and has one."
-            )
-        raise Wrong(
-            "A loss has lost its graph, and backward cannot start there: only the count goes through `all_reduce`, "
-            "the losses stay tensors."
-        )
-    if start.numel() != 1:
-        raise Wrong("Backward starts from one number: add up the losses of a micro-batch's tokens.")
+    lost = not isinstance(start, Tensor) or start.grad_fn is None  # a leaf of its own leads to no parameter either
+    refuse(
+        "",
+        ("The loss of a micro-batch without tokens has no graph: backward starts on it, too, because the other ranks wait for "
+         "this rank's all-reduce. The `sum()` of no losses is 0 and has one", lost and not len(loss)),
+        ("A loss has lost its graph, and backward cannot start there: only the count goes through `all_reduce`, the losses "
+         "stay tensors", lost),
+        ("Backward starts from one number: add up the losses of a micro-batch's tokens", lambda: start.numel() != 1),
+    )  # fmt: skip
     try:
         start.sum().backward()
     except RuntimeError as error:
@@ -135,11 +145,9 @@ def _backward(loss: Tensor, start: object) -> None:
             "The losses of two micro-batches hang together in one graph, which the first backward frees: make each "
             "from its own micro-batch."
         ) from None
-    if not len(loss) and not bool(torch.isfinite(start.detach()).all()):
-        raise Wrong(
-            "A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, the sum "
-            "of nothing is 0."
-        )
+    padding = not len(loss) and not bool(torch.isfinite(start.detach()).all())
+    refuse("", ("A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, the sum of "
+                "nothing is 0", padding))  # fmt: skip
 
 
 def _weight(loss: Tensor, ranks: int) -> float:
@@ -150,70 +158,60 @@ def _weight(loss: Tensor, ranks: int) -> float:
     return float(grad[0]) / ranks if len(grad) else 0.0
 
 
+#: What a token weighs if this mistake is made, given ranks, all tokens, those of the rank and of its micro-batch, and the
+#: micro-batches of all and of the rank.
+_WEIGHT_SLIPS: list[tuple[str, Callable[..., float]]] = [
+    ("The weights are equal and n times too small: DDP divides the sum over ranks by n once more",
+     lambda ranks, total, own, n, micros, m: 1 / total / ranks),
+    ("The weights are equal and n times too large: the sum over ranks is divided by n once, not multiplied twice",
+     lambda ranks, total, own, n, micros, m: ranks / total),
+    ("Nothing is divided by the tokens: the step grows with their number", lambda ranks, total, own, n, micros, m: 1.0),
+    ("Nothing is divided by the tokens: n cancels DDP's division alone",
+     lambda ranks, total, own, n, micros, m: 1 / ranks),
+    ("That is the mean of means: a token of a short micro-batch weighs more than one of a long one",
+     lambda ranks, total, own, n, micros, m: 1 / n / m / ranks),
+    ("The means of micro-batches add up: their number multiplies the step, and short ones weigh too much",
+     lambda ranks, total, own, n, micros, m: 1 / n / ranks),
+    ("Your own tokens weigh right among themselves, but a rank with few of them counts as much as one with many",
+     lambda ranks, total, own, n, micros, m: 1 / own / ranks),
+    ("Your own count divides, and n is multiplied in: `all_reduce` returns the sum, it does not change what it gets",
+     lambda ranks, total, own, n, micros, m: 1 / own),
+    ("A mean has divided by the tokens of its micro-batch already, and the count of all tokens divides once more",
+     lambda ranks, total, own, n, micros, m: 1 / n / total),
+    ("The count is that of micro-batches; what weighs the same is every token, so count tokens",
+     lambda ranks, total, own, n, micros, m: 1 / micros),
+    ("A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too",
+     lambda ranks, total, own, n, micros, m: 1 / total / m),
+    ("Nothing is left of the losses: no token has a weight", lambda ranks, total, own, n, micros, m: 0.0),
+]  # fmt: skip
+
+
 def _judge_weights(batch: list[list[int]], weights: list[list[float]], calls: int) -> None:
-    ranks, total = len(batch), sum(map(sum, batch))
-    own = [sum(micro) for micro in batch]
-
-    def all_are(wanted: Callable[[int, int, int], float]) -> bool:
-        """Say whether each token weighs `wanted(rank, tokens of its micro-batch, micro-batches of its rank)`."""
-        return all(
-            n == 0 or close(weight, wanted(rank, n, len(batch[rank])))
-            for rank in range(ranks)
-            for n, weight in zip(batch[rank], weights[rank], strict=True)
-        )
-
-    if all_are(lambda rank, n, m: 1 / total):
+    ranks, total, micros = len(batch), sum(map(sum, batch)), sum(map(len, batch))
+    given = [  # a row for each micro-batch that has tokens
+        ((ranks, total, sum(micro), n, micros, len(micro)), weight)
+        for micro, found in zip(batch, weights, strict=True)
+        for n, weight in zip(micro, found, strict=True) if n
+    ]  # fmt: skip
+    case = f"tokens by rank and micro-batch: {batch}"
+    if all(close(weight, 1 / total) for _, weight in given):
         return
-    slips = {
-        "The weights are equal and n times too small: DDP divides the sum over ranks by n once more": (
-            lambda rank, n, m: 1 / total / ranks
-        ),
-        "The weights are equal and n times too large: the sum over ranks is divided by n once, not multiplied twice": (
-            lambda rank, n, m: ranks / total
-        ),
-        "Nothing is divided by the tokens: the step grows with their number": lambda rank, n, m: 1.0,
-        "Nothing is divided by the tokens; n cancels what DDP divides by, and no more": lambda rank, n, m: 1 / ranks,
-        "That is the mean of means: a token of a short micro-batch weighs more than one of a long one": (
-            lambda rank, n, m: 1 / n / m / ranks
-        ),
-        "The means of micro-batches add up: their number multiplies the step, and short ones weigh too much": (
-            lambda rank, n, m: 1 / n / ranks
-        ),
-        "Your own tokens weigh right among themselves, but a rank with few of them counts as much as one with many": (
-            lambda rank, n, m: 1 / own[rank] / ranks
-        ),
-        "Your own count divides, and n is multiplied in: `all_reduce` returns the sum, it does not change what it gets": (
-            lambda rank, n, m: 1 / own[rank]
-        ),
-        "A mean has divided by the tokens of its micro-batch already, and the count of all tokens divides once more": (
-            lambda rank, n, m: 1 / n / total
-        ),
-        "The count is that of micro-batches; what weighs the same is every token, so count tokens": (
-            lambda rank, n, m: 1 / sum(map(len, batch))
-        ),
-        "A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too": (
-            lambda rank, n, m: 1 / total / m
-        ),
-        "Nothing is left of the losses: no token has a weight": lambda rank, n, m: 0.0,
-    }
-    for sentence, wanted in slips.items():
-        if all_are(wanted):
-            raise Wrong(f"{sentence} (tokens by rank and micro-batch: {batch}).")
+    shown = [(sentence, all(close(weight, slip(*row)) for row, weight in given)) for sentence, slip in _WEIGHT_SLIPS]
+    refuse(case, *shown)
     if calls > 1 and all(len(micro) == len(batch[0]) for micro in batch):
         columns = [sum(column) for column in zip(*batch, strict=True)]
         shared = [weights[rank][i] * columns[i] for rank in range(ranks) for i in range(len(columns)) if batch[rank][i]]
-        if max(shared) - min(shared) < 1e-9 * max(shared):
-            raise Wrong(
-                f"Each micro-batch is weighed only among those of the same place on other ranks; the step is one mean "
-                f"over all of them, so count all tokens before you divide (tokens by rank and micro-batch: {batch})."
-            )
+        refuse(case, (
+            "Each micro-batch is weighed only among those of the same place on other ranks; the step is one mean over all of "
+            "them, so count all tokens before you divide", max(shared) - min(shared) < 1e-9 * max(shared),
+        ))  # fmt: skip
     rank, i = next(
         (r, i) for r in range(ranks) for i, n in enumerate(batch[r]) if n and not close(weights[r][i], 1 / total)
     )
     raise Wrong(
-        f"This mistake is none that the check knows. With tokens {batch}, by rank and micro-batch, a token of rank "
-        f"{rank}, micro-batch {i}, weighs {weights[rank][i]:.4g} in the mean gradient, and 1/{total} = {1 / total:.4g} "
-        f"in a single process."
+        f"This mistake is none that the check knows. With tokens {batch}, by rank and micro-batch, a token of rank {rank}, "
+        f"micro-batch {i}, weighs {weights[rank][i]:.4g} in the mean gradient, and 1/{total} = {1 / total:.4g} in a single "
+        "process."
     )
 
 
@@ -227,6 +225,7 @@ Send = Callable[[int, int, Sequence[float]], list[float]]
     section="Ring all-reduce: a reduce-scatter and an all-gather",
     line="In n - 1 steps every rank sends one chunk of 1/n to its right neighbour, which adds it; in n - 1 more steps "
     "finished chunks go on, and replace what was there.",
+    lines=100_000,  # a slow answer takes some thousands
 )
 def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
     """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
@@ -267,52 +266,53 @@ def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
     rows = [numbers(row) if hasattr(row, "__len__") and not isinstance(row, str) else [] for row in rows]
     if [len(row) for row in rows] != [length] * ranks:
         raise Wrong(f"{wanted.capitalize()}")
-    if not all(math.isfinite(value) for row in rows for value in row):
-        raise Wrong("Some of the numbers are infinite, or no numbers: only finite ones went in.")
+    odd = not all(math.isfinite(value) for row in rows for value in row)
+    refuse("", ("Some of the numbers are infinite, or no numbers: only finite ones went in", odd))
     return rows
 
 
 def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
     ranks, length = len(gradients), len(gradients[0])
     total = [sum(column) for column in zip(*gradients, strict=True)]
-    if all(close(value, s / ranks) for row in got for value, s in zip(row, total, strict=True)):
+    mean = [s / ranks for s in total]
+
+    def hold(rows: Sequence[Sequence[float]], times: float = 1) -> bool:
+        """Say whether the ranks hold these rows."""
+        pairs = zip(got, rows, strict=True)
+        return all(close(v * times, other) for row, others in pairs for v, other in zip(row, others, strict=True))
+
+    if hold([mean] * ranks):
         return
-    if all(close(value, s) for row in got for value, s in zip(row, total, strict=True)):
-        raise Wrong(f"The gradients are summed, not averaged: every step would be {ranks} times too long.")
-    if all(close(v, g) for row, own in zip(got, gradients, strict=True) for v, g in zip(row, own, strict=True)):
-        raise Wrong("Every rank ends with its own gradient, and nothing of what the others have.")
-    divided = any(close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))
-    done = [s / ranks if divided else s for s in total]
-    finished = [[close(v, s) for v, s in zip(row, done, strict=True)] for row in got]
-    if all(any(row) and not all(row) for row in finished):
-        if _all_gather_adds(got, total, divided):
-            raise Wrong("The all-gather adds: a finished chunk that arrives must replace the partial one.")
-        if all(sum(row) <= length // ranks for row in finished):
-            raise Wrong("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing.")
-        raise Wrong("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too.")
-    if any(all(row) for row in finished) and not all(all(row) for row in finished):
-        raise Wrong("Some ranks have the mean and others do not: the replicas would drift apart from here on.")
-    for column, value in enumerate(got[0]):
-        absent = _absent_ranks(value, column, ranks)
-        if absent:
-            who = f"Rank {absent[0]} is" if len(absent) == 1 else f"Ranks {', '.join(map(str, absent))} are"
-            raise Wrong(
-                f"{who} missing from element {column}: n - 1 steps bring a chunk past every rank, and what the "
-                f"all-gather hands round first is the chunk that a rank has finished."
-            )
-    if len({tuple(row) for row in got}) > 1:
-        raise Wrong("The ranks do not hold the same numbers at the end: the replicas would drift apart.")
-    divisor = total[0] / got[0][0] if got[0][0] else 0.0
-    if all(close(v * divisor, s) for row in got for v, s in zip(row, total, strict=True)):
-        raise Wrong(
-            f"All ranks are in the sum, and it is divided by {divisor:g}; the mean divides it once, by {ranks}."
-        )
-    if all(0 < v < s for row in got for v, s in zip(row, total, strict=True)):
-        raise Wrong("The ranks do not enter with equal weight: add all of them first, then divide once by n.")
-    raise Wrong(
-        f"This mistake is none that the check knows: with {ranks} ranks, rank r holding 10^r times 1, 2, 3, ..., rank 0 "
-        f"ends with {', '.join(f'{value:g}' for value in got[0][:4])}, ... and not {', '.join(f'{s / ranks:g}' for s in total[:4])}, ..."
+    divided = any(close(v, s) for row in got for v, s in zip(row, mean, strict=True))
+    finished = [[close(v, s) for v, s in zip(row, mean if divided else total, strict=True)] for row in got]
+    partly = all(any(row) and not all(row) for row in finished)
+    absent = next(
+        ((column, r) for column, value in enumerate(got[0]) if (r := _absent_ranks(value, column, ranks))), None
     )
+    divisor = total[0] / got[0][0] if got[0][0] else 0.0
+    first, should = (", ".join(f"{value:g}" for value in row[:4]) for row in (got[0], mean))
+    refuse(
+        "",
+        (f"The gradients are summed, not averaged: every step would be {ranks} times too long", hold([total] * ranks)),
+        ("Every rank ends with its own gradient, and nothing of what the others have", hold(gradients)),
+        ("The all-gather adds: a finished chunk that arrives must replace the partial one",
+         lambda: partly and _all_gather_adds(got, total, divided)),
+        ("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing",
+         partly and all(sum(row) <= length // ranks for row in finished)),
+        ("Some finished chunks do not reach every rank: the all-gather takes n - 1 steps, too", partly),
+        ("Some ranks have the mean and others do not: the replicas would drift apart from here on",
+         any(map(all, finished)) and not all(map(all, finished))),
+        (lambda: f"Rank{'s' * (len(absent[1]) > 1)} {', '.join(map(str, absent[1]))} {'are' if len(absent[1]) > 1 else 'is'} "
+         f"missing from element {absent[0]}: n - 1 steps bring a chunk past every rank, and what the all-gather hands round "
+         "first is the chunk that a rank has finished", absent),
+        ("The ranks hold different numbers at the end: the replicas drift apart", len({tuple(row) for row in got}) > 1),
+        (f"All ranks are in the sum, and it is divided by {divisor:g}; the mean divides it once, by {ranks}",
+         hold([total] * ranks, divisor)),
+        ("The ranks do not enter with equal weight: add all of them first, then divide once by n",
+         all(0 < v < s for row in got for v, s in zip(row, total, strict=True))),
+        (f"This mistake is none that the check knows: with {ranks} ranks, rank r holding 10^r times 1, 2, 3, ..., rank 0 ends "
+         f"with {first}, ... and not {should}, ..", True),
+    )  # fmt: skip
 
 
 def _all_gather_adds(got: list[list[float]], total: list[float], divided: bool) -> bool:
@@ -337,26 +337,16 @@ def _absent_ranks(value: float, column: int, ranks: int) -> list[int]:
 
 
 def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
-    least = round(ring_all_reduce_bytes(length, ranks))
-    if all(count == least for count in sent):
-        return
-    if max(sent) > least and min(sent) < max(sent):
-        busiest = sent.index(max(sent))
-        raise Wrong(
-            f"The mean is right, but rank {busiest} sends {max(sent)} numbers and the least is {least}: one rank's "
-            f"link is the bottleneck. Let every rank finish one chunk instead."
-        )
-    if least < min(sent) < (ranks - 1) * length:
-        raise Wrong(
-            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: each half takes "
-            f"n - 1 steps of one chunk."
-        )
-    if min(sent) > least:
-        raise Wrong(
-            f"The mean is right, but every rank sends {min(sent)} numbers and {least} are enough: send chunks of the "
-            f"gradient, not all of it."
-        )
-    raise Wrong(f"Only {min(sent)} numbers left a rank and {least} must: some numbers arrived without being sent.")
+    least, most, fewest = round(ring_all_reduce_bytes(length, ranks)), max(sent), min(sent)
+    every = f"The mean is right, but every rank sends {fewest} numbers and {least} are enough"
+    refuse(
+        "",
+        (f"The mean is right, but rank {sent.index(most)} sends {most} numbers and the least is {least}: one rank's link is "
+         "the bottleneck. Let every rank finish one chunk instead", most > least and fewest < most),
+        (f"{every}: each half takes n - 1 steps of one chunk", least < fewest < (ranks - 1) * length),
+        (f"{every}: send chunks of the gradient, not all of it", fewest > least),
+        (f"Only {fewest} numbers left a rank and {least} must: some numbers arrived without being sent", fewest < least),
+    )  # fmt: skip
 
 
 def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[float]]) -> None:
@@ -408,63 +398,50 @@ def _bucket(bucket: object) -> list:
     return numbers(sorted(bucket) if isinstance(bucket, set | frozenset) else bucket)
 
 
-def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> None:
+def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> NoReturn:
     case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
     flat = [index for bucket in got for index in bucket]
     held = list(map(sorted, got))
-
-    def same(other: Sequence[Sequence[int]]) -> bool:
-        return held == list(map(sorted, other))
-
-    if same([[sizes[index] for index in bucket] for bucket in truth]):
-        raise Wrong(f"A bucket lists which gradients are in it, not their sizes: indices, please ({case}).")
-    if sorted(held) == sorted(map(sorted, truth)):
-        raise Wrong(f"The buckets are right, their order is not: backward makes the last gradient first ({case}).")
-    if strange := [index for index in flat if index not in range(len(sizes))]:
-        raise Wrong(f"{strange[0]} is no index: the {len(sizes)} gradients are numbered from 0 ({case}).")
-    if sorted(flat) != sorted(set(flat)):
-        raise Wrong(f"A gradient is in two buckets: it would be averaged twice ({case}).")
-    if missing := sorted(set(range(len(sizes))) - set(flat)):
-        half = " The last bucket leaves half full" if not missing[0] else " Begin with the last index"
-        raise Wrong(
-            f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged.{half} ({case})."
-        )
-    if len(got) == 1 < len(truth):
-        raise Wrong(f"One bucket for everything is ready when backward ends: nothing overlaps ({case}).")
-    if flat == sorted(flat) and len(flat) > 1:
-        raise Wrong(
-            f"Backward makes the last layer's gradient first: in registration order the first bucket is ready "
-            f"only at the end of backward, and nothing overlaps ({case})."
-        )
-    if not all(got):
-        raise Wrong(f"An empty bucket costs a message and carries nothing ({case}).")
-    if all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth):
-        raise Wrong(f"One message per gradient pays the latency once per parameter ({case}).")
-    if same(bucket_sizes(sizes, first=cap, cap=cap)):
-        raise Wrong(f"The first bucket has its own, smaller limit, so that the link starts early ({case}).")
-    if same(bucket_sizes(sizes, first=cap, cap=first)):
-        raise Wrong(
-            f"The limits have changed places: `first` is that of the first bucket, `cap` of all others ({case})."
-        )
-    if same(bucket_sizes(sizes, first=first, cap=first)):
-        raise Wrong(f"Only the first bucket has the small limit; the others close at the cap ({case}).")
-    if same(bucket_sizes(sizes, first=first + 1, cap=cap + 1)):
-        raise Wrong(f"A bucket that holds exactly its limit is full: at least, not more than ({case}).")
-    if len(got) > 1 and same([truth[0], *([index] for index in reversed(range(len(sizes) - len(truth[0]))))]):
-        raise Wrong(f"After the first bucket each gradient leaves by itself: a new bucket counts from zero ({case}).")
     last = len(sizes) - 1
-    if same([[last - i for i in bucket] for bucket in reversed(bucket_sizes(sizes[::-1], first=first, cap=cap))]):
-        raise Wrong(
-            f"The buckets are cut from the first gradient on and then sent in reverse: what backward makes first fills "
-            f"the first bucket ({case})."
-        )
+
+    def cut(first: int, cap: int, sizes: list[int] = sizes) -> list[list[int]]:
+        return bucket_sizes(sizes, first=first, cap=cap)
+
+    strange = [index for index in flat if index not in range(len(sizes))]
+    missing = sorted(set(range(len(sizes))) - set(flat))
+    half = " The last bucket leaves half full" if 0 in missing else " Begin with the last index"
+    refuse(
+        case,
+        ("A bucket lists which gradients are in it, not their sizes: indices, please",
+         held == [sorted(sizes[index] for index in bucket) for bucket in truth]),
+        ("The buckets are right, in the wrong order: the last gradient comes first",
+         sorted(held) == sorted(map(sorted, truth))),
+        (lambda: f"{strange[0]} is no index: the {len(sizes)} gradients are numbered from 0", strange),
+        ("A gradient is in two buckets: it would be averaged twice", len(flat) != len(set(flat))),
+        (f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged.{half}", missing),
+        ("One bucket for everything is ready when backward ends: nothing overlaps", len(got) == 1 < len(truth)),
+        ("Backward makes the last layer's gradient first: in registration order the first bucket is ready only at the end of "
+         "backward, and nothing overlaps", flat == sorted(flat) and len(flat) > 1),
+        ("An empty bucket costs a message and carries nothing", not all(got)),
+        ("One message per gradient pays the latency once per parameter",
+         all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth)),
+    )  # fmt: skip
     closes = "A bucket starts at zero, takes gradients until it holds at least its limit, and closes then"
-    if same(_closed_before(sizes, first, cap)) or same(_closed_before(sizes, first - 1, cap - 1)):
-        raise Wrong(
-            f"{closes}, even if it is now above it: the gradient that reaches the limit still goes in ({case})."
-        )
-    if same(_carried_on(sizes, first, cap)):
-        raise Wrong(f"What a bucket holds beyond its limit left with it: the next one starts at zero ({case}).")
+    above = f"{closes}, even if it is now above it: the gradient that reaches the limit still goes in"
+    slips = [
+        ("The first bucket has its own, smaller limit, so that the link starts early", cut(cap, cap)),
+        ("The limits have changed places: `first` is that of the first bucket, `cap` of all others", cut(cap, first)),
+        ("Only the first bucket has the small limit; the others close at the cap", cut(first, first)),
+        ("A bucket that holds exactly its limit is full: at least, not more than", cut(first + 1, cap + 1)),
+        ("After the first bucket each gradient leaves by itself: a new bucket counts from zero",
+         [truth[0], *([index] for index in reversed(range(len(sizes) - len(truth[0]))))]),
+        ("The buckets are cut from the first gradient on and then sent in reverse: what backward makes first fills the first "
+         "bucket", [[last - i for i in bucket] for bucket in reversed(cut(first, cap, sizes[::-1]))]),
+        (above, _closed_before(sizes, first, cap)),
+        (above, _closed_before(sizes, first - 1, cap - 1)),
+        ("What a bucket holds beyond its limit left with it: the next one starts at zero", _carried_on(sizes, first, cap)),
+    ]  # fmt: skip
+    recognize(held, case, slips, lambda mine, other: mine == list(map(sorted, other)))
     raise Wrong(
         f"{closes} ({case}). Yours begin {got[:3]}, DDP's {truth[:3]}; which idea differs is not clear from that."
     )
@@ -504,35 +481,26 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
     """Judge `ddp_bottleneck(params, grad_bytes, tokens, ranks, flops, bandwidth)` on models, links and a record."""
     dice = random.Random(seed)
     gpt3 = count_params(preset("gpt3-175b")).total
-    cases = [
-        (gpt3, 4, 2048, 6, 140e12, 300e9),  # no slip gives the number of another one here
-        (gpt3, 2, 2048, 8, 140e12, 300e9),
-        (gpt3, 2, 2048, 64, 140e12, 200e9),
-        (gpt3, 2, 256, 64, 140e12, 25e9),
-    ]
+    cases = [(gpt3, 4, 2048, 6, 140e12, 300e9)]  # no slip gives the number of another one here
+    cases += [(gpt3, 2, 2048, 8, 140e12, 300e9), (gpt3, 2, 2048, 64, 140e12, 200e9), (gpt3, 2, 256, 64, 140e12, 25e9)]
     for _ in range(30):
-        params = int(10 ** dice.uniform(7, 11))
-        tokens, ranks = 2 ** dice.randint(6, 15), dice.choice([2, 3, 8, 16, 100, 512])
-        cases.append(
-            (params, dice.choice([2, 4]), tokens, ranks, dice.uniform(40, 900) * 1e12, dice.uniform(1, 450) * 1e9)
-        )
+        job = int(10 ** dice.uniform(7, 11)), 2 ** dice.randint(6, 15), dice.choice([2, 3, 8, 16, 100, 512])
+        link = dice.choice([2, 4]), dice.uniform(40, 900) * 1e12, dice.uniform(1, 450) * 1e9
+        cases.append((job[0], link[0], *job[1:], *link[1:]))
     cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
     gots = [_ask_bottleneck(answer, *case) for case in cases]
     for key, slips in _BOTTLENECK_SLIPS.items():
-        rows = [
-            Row(case, as_float(got[key], f"`{key}`"), _bottleneck(*case)[key])
-            for case, got in zip(cases, gots, strict=True)
-        ]
+        given = [as_float(got[key], f"`{key}`") for got in gots]
+        rows = [Row(case, value, _bottleneck(*case)[key]) for case, value in zip(cases, given, strict=True)]
         if key == "exposed" and any(row.given < 0 and not close(row.given, row.truth) for row in rows):
             raise Wrong("Exposed time cannot be negative: what hides completely costs nothing.")
         if wrong := [row for row in rows if not close(row.given, row.truth)]:
             name_the_mistake(rows, wrong, slips, _BOTTLENECK_CASE)
     for case, got in zip(cases, gots, strict=True):
-        if isinstance(got["hides"], str):
-            raise Wrong("`hides` is True or False: any text counts as true.")
-        if bool(got["hides"]) != (_bottleneck(*case)["exposed"] == 0):
-            raise Wrong("`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed "
-                        f"({_BOTTLENECK_CASE.format(*case)}).")  # fmt: skip
+        refuse("", ("`hides` is True or False: any text counts as true", isinstance(got["hides"], str)))
+        hides = "`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed"
+        wrong = bool(got["hides"]) != (_bottleneck(*case)["exposed"] == 0)
+        refuse(_BOTTLENECK_CASE.format(*case), (hides, wrong))
     return _judge_against_record(answer)
 
 
@@ -558,64 +526,57 @@ def _by(sentence: str, mistaken: Callable[[SimpleNamespace], float]) -> Slip:
     return sentence, lambda *case: mistaken(SimpleNamespace(**_bottleneck(*case)))
 
 
+_REVERSED = "The other way round: exposed is what communication has more than backward"
 _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
     "bytes_sent": [
         _by("A rank sends more than the gradient once: 2(n-1)/n times, nearly twice", lambda t: t.size),
         _by("That is one half of an all-reduce; the all-gather sends as much again", lambda t: t.bytes_sent / 2),
         _by("The factor is 2(n-1)/n, and not yet 2; one rank has nobody to send to", lambda t: 2 * t.size),
         _by("Bytes on a ring do not grow with n: a rank sends chunks of 1/n", lambda t: t.bytes_sent * t.ranks),
-        _by("Bytes on a ring do not grow with n: the all-gather does not send all of it to everybody",
+        _by("Bytes on a ring do not grow with n, nor does the all-gather send all of it",
             lambda t: (t.ranks - 1) * t.size),
         _by("That is the gradient's share of one rank; each rank sends 2(n-1) such chunks", lambda t: t.size / t.ranks),
-        _by("Communication does not grow with the tokens: there is one gradient per parameter",
-            lambda t: t.bytes_sent * t.tokens),
+        _by("Communication does not grow with the tokens, gradients are as many", lambda t: t.bytes_sent * t.tokens),
         _by("Count bytes, not parameters", lambda t: t.bytes_sent / t.grad_bytes),
         _by("Bytes, not GB", lambda t: t.bytes_sent / 1e9),
         _by("Bytes, not bits", lambda t: t.bytes_sent * 8),
         _by("That is what a rank sends and what it receives; count what it sends", lambda t: t.bytes_sent * 2),
-        _by("A gradient has the bytes that `grad_bytes` says, and not 4", lambda t: t.bytes_sent / t.grad_bytes * 4),
-        _by("A gradient has the bytes that `grad_bytes` says, and not 2", lambda t: t.bytes_sent / t.grad_bytes * 2),
+        *(_by(f"A gradient has the bytes that `grad_bytes` says, and not {n}", lambda t, n=n: t.bytes_sent / t.grad_bytes * n)
+          for n in (4, 2)),
         _by("That is 16 bytes per parameter: the model states stay home, only gradients travel",
             lambda t: t.bytes_sent / t.grad_bytes * 16),
     ],
     "communication": [
-        _by("Bandwidth is per direction here, and a ring sends in one: do not halve the time",
-            lambda t: t.communication / 2),
+        _by("Bandwidth is per direction here, and a ring sends in one: do not halve the time", lambda t: t.communication / 2),
         _by("Bandwidth is in bytes per second, not bits", lambda t: t.communication * 8),
         _by("Bandwidth is in bytes per second already", lambda t: t.communication / 8),
-        _by("All ranks send at the same time: the time is one rank's bytes over its link",
-            lambda t: t.communication * t.ranks),
-        _by("A rank does not send the gradient once: divide `bytes_sent` by the bandwidth",
-            lambda t: t.size / t.bandwidth),
+        _by("All ranks send at the same time, each its bytes over its link", lambda t: t.communication * t.ranks),
+        _by("A rank does not send the gradient once: divide `bytes_sent` by the bandwidth", lambda t: t.size / t.bandwidth),
         _by("Seconds, not milliseconds", lambda t: t.communication * 1e3),
         _by("`bytes_sent` holds both halves of the all-reduce already", lambda t: t.communication * 2),
     ],
     "backward": [
-        _by("That is forward and backward; gradients exist only during backward, 4 of the 6 FLOPs",
-            lambda t: t.backward * 1.5),
+        _by("That is forward too; gradients exist during backward, 4 of the 6 FLOPs", lambda t: t.backward * 1.5),
         _by("That is the forward pass; backward takes twice as many FLOPs", lambda t: t.backward / 2),
         _by("`tokens` is already the share of one rank: do not divide it again", lambda t: t.backward / t.ranks),
-        _by("Each rank has its own tokens and its own FLOP/s: the number of ranks drops out",
-            lambda t: t.backward * t.ranks),
+        _by("Each rank has its own tokens and FLOP/s: the ranks' number drops out", lambda t: t.backward * t.ranks),
         _by("Computation grows with parameters times tokens", lambda t: t.backward / t.tokens),
         _by("Seconds, not milliseconds", lambda t: t.backward * 1e3),
     ],
     "exposed": [
         _by("That is all of the communication, as if nothing overlapped", lambda t: t.communication),
         _by("That is the part that hides; exposed is the other one", lambda t: min(t.communication, t.backward)),
-        _by("The other way round: exposed is what communication has more than backward",
-            lambda t: max(0.0, t.backward - t.communication)),
-        _by("The other way round: exposed is what communication has more than backward",
-            lambda t: abs(t.backward - t.communication)),
+        _by(_REVERSED, lambda t: max(0.0, t.backward - t.communication)),
+        _by(_REVERSED, lambda t: abs(t.backward - t.communication)),
         _by("Communication hides behind backward only: no gradient exists during forward",
             lambda t: max(0.0, t.communication - 1.5 * t.backward)),
         _by("Communication hides behind backward, which takes twice as long as forward",
             lambda t: max(0.0, t.communication - t.backward / 2)),
         _by("All or nothing is exposed only where nothing overlaps: what backward covers is hidden",
             lambda t: t.communication if t.exposed else 0.0),
-        _by("That is the length of an overlapped step; exposed is what lies beyond backward",
+        _by("That is the length of an overlapped step, not what backward leaves",
             lambda t: max(t.communication, t.backward)),
-        _by("That is the length of a step without overlap; exposed is what lies beyond backward",
+        _by("That is the length of a step without overlap, not what backward leaves",
             lambda t: t.communication + t.backward),
         _by("Exposed is in seconds, and not a share", lambda t: t.exposed / t.communication if t.communication else 0.0),
     ],
@@ -623,10 +584,7 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
 
 
 def _ask_bottleneck(answer: Callable[..., object], *case: float) -> Mapping[str, Any]:
-    got = by_name(answer(*case), *_BOTTLENECK_KEYS)
-    if got is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(_BOTTLENECK_KEYS)}.")
-    return got
+    return by_name(answer(*case), *_BOTTLENECK_KEYS)
 
 
 _BOTTLENECK_KEYS = ("bytes_sent", "communication", "backward", "exposed", "hides")
@@ -662,7 +620,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
 
 # --- faults -------------------------------------------------------------------------------------------------
 
-_WITNESSES = {
+_EVIDENCE = {
     "healthy": "nothing is wrong with this run: replicas equal, samples distinct over ranks, a new order in every "
     "epoch, and the gradient norm of one process",
     "gradients summed instead of averaged": "the gradients were summed: compare the norm of the first step with one "
@@ -677,13 +635,13 @@ _WITNESSES = {
 
 
 @functools.cache
-def _charts_of(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
-    """Run all five on `ranks` ranks, and the healthy one in a single process."""
+def _train_runs(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
+    """Train every faulty run on `ranks` ranks, and the healthy one in a single process too."""
     names = {diagnosis(name): name for name in "ABCDE"}
-    options = {"timeout": 600}  # a busy machine is no mistake of the learner's
-    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed, **options)
-    charts = {illness: [results[name] for results in by_rank] for illness, name in names.items()}
-    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed, **options)[0][names["healthy"]]
+    long = {"timeout": 600}  # a busy machine is no mistake of the learner's
+    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed, **long)
+    charts = {fault: [results[name] for results in by_rank] for fault, name in names.items()}
+    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed, **long)[0][names["healthy"]]
 
 
 def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
@@ -700,13 +658,13 @@ def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
     """Judge `diagnose(charts, alone)` on all five runs, with other ranks and seeds than the lab's."""
     seen = 0
     for ranks, seed in ((2, 11), (4, 12)):
-        charts, alone = _charts_of(ranks, seed)
-        for illness in sorted(charts, key=lambda name: (len(name) * seed) % 7):
-            said = answer(copy.deepcopy(charts[illness]), copy.deepcopy(alone))
+        charts, alone = _train_runs(ranks, seed)
+        for fault in sorted(charts, key=lambda name: (len(name) * seed) % 7):
+            said = answer(copy.deepcopy(charts[fault]), copy.deepcopy(alone))
             said = said.strip() if isinstance(said, str) else said
             if said not in DIAGNOSES:
                 raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")
-            if said != illness:
-                raise Wrong(f"You say {said!r} on {ranks} ranks, but {_WITNESSES[illness]}.")
+            if said != fault:
+                raise Wrong(f"You say {said!r} on {ranks} ranks, but {_EVIDENCE[fault]}.")
             seen += 1
     return f"All {seen} runs diagnosed, on 2 and on 4 ranks."

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
-from lablib.checks.judging import Wrong, by_name, check, numbers, on_ranks, own_line, some, whole
+from lablib.checks.judging import Wrong, by_name, check, numbers, on_ranks, own_line, recognize, refuse, some, whole
 from lablib.launch.measure import record_comms
 from lablib.launch.torch_private import TorchDispatchMode
 
@@ -35,12 +35,12 @@ def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=dice) for shape in shapes]
 
 
-def _pay(sent: Sequence[float], allowed: float, what: str) -> None:
+def _pay(results: Sequence[dict], forward: float, backward: float) -> None:
     """Judge bytes and not calls: a reduce-scatter and an all-gather are as good as an all-reduce."""
-    if max(sent) > allowed * 1.001:
-        raise Wrong(
-            f"Right, but not for the price: a rank sends {max(sent):,.0f} bytes {what}, and {allowed:,.0f} will do."
-        )
+    for way, (allowed, what) in enumerate(((forward, "in forward"), (backward, "in backward"))):
+        most = max(got["sent"][way] for got in results)
+        told = f"Right, but not for the price: a rank sends {most:,.0f} bytes {what}, and {allowed:,.0f} will do"
+        refuse("", (told, most > allowed * 1.001))
 
 
 # --- one function around a product --------------------------------------------------------------------------
@@ -55,33 +55,36 @@ def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool,
     leaf = _draw(10 if same_input else 20 + rank, into)[0].requires_grad_()
     grad = _draw(30 if same_grad else 40 + rank, out)[0]
     x = leaf * 1.0  # not a leaf, as in a model
+    found = _forward_and_backward(lambda: _your_own(answer(x, group)), grad, lambda y: y + x if around else y)
+    return found | {"grad": leaf.grad}
+
+
+def _forward_and_backward(run: Callable[[], Any], grad: Tensor, total: Callable = lambda y: y) -> dict[str, Any]:
+    """Return what a function gives, and how much and how often it sends; None for a result without a gradient."""
     with record_comms() as forward:
-        y = answer(x, group)
+        y = run()
     if not isinstance(y, Tensor) or not y.requires_grad:
         return {"y": None}
     if y.shape != grad.shape:
         return {"y": y.detach()}
-    _your_own(y)
     value = y.detach().clone()
-    total = y + x if around else y
+    end = total(y)
     with record_comms() as backward:
-        total.backward(grad.to(y.dtype))
-    return {
-        "y": value,
-        "grad": leaf.grad,
-        "sent": (forward.ring_bytes_sent(), backward.ring_bytes_sent()),
-        "calls": (len(forward.events), len(backward.events)),
-    }
+        end.backward(grad.to(y.dtype))
+    logs = forward, backward
+    sent, calls = tuple(log.ring_bytes_sent() for log in logs), tuple(len(log.events) for log in logs)
+    return {"y": value, "sent": sent, "calls": calls}
 
 
 def _of_all(seed: int, ranks: int, shape: tuple[int, ...]) -> list[Tensor]:
     return [_draw(seed + rank, shape)[0] for rank in range(ranks)]
 
 
-def _your_own(y: Tensor) -> None:
-    made_by = getattr(y.grad_fn, "_forward_cls", None)
+def _your_own(y: Any) -> Any:
+    made_by = getattr(getattr(y, "grad_fn", None), "_forward_cls", None)
     if made_by is not None and made_by.__module__.startswith("lablib."):
         raise Wrong("This is the course's own function; write yours.")
+    return y
 
 
 def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
@@ -105,29 +108,21 @@ def enter_columns(answer: Callable[..., Tensor]) -> str:
     x, grads = _draw(10, shape)[0], _of_all(40, tp, shape)
     total = sum(grads)
     for rank, got in enumerate(results):
-        if _same(got["y"], tp * x):
-            raise Wrong(f"Forward returns {tp} x: every rank has all of x already, so a sum counts it {tp} times.")
-        if not _same(got["y"], x):
-            raise Wrong("Forward changes x: each rank's columns need x as it is.")
-        if got["calls"][1] == 0:
-            raise Wrong(
-                "Forward is right, but backward sends nothing: the gradient of x is this rank's part only, and x went "
-                "to all ranks, so its gradient is a sum over them."
-            )
         entered = got["grad"] - grads[rank]  # what comes back through the answer, where x also passes beside it
-        if _same(got["grad"], 2 * total):
-            raise Wrong(
-                "The gradient of the path around the layer is summed too: backward should copy what it is given before "
-                "it all-reduces, and act on a new tensor, not on x itself."
-            )
-        if _same(entered, total / tp):
-            raise Wrong(f"The gradient of x is the mean over the {tp} ranks: each rank adds a part of it, so sum.")
-        if any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 1.9 * _all_reduce(shape, tp):
-            raise Wrong("The gradient of x is summed twice: one sum over the ranks, and no factor.")
-        if not _same(entered, total):
-            raise Wrong("The gradient of x is wrong: it is the sum of the gradients of all ranks, the same on each.")
-    _pay([got["sent"][0] for got in results], 0, "in forward")
-    _pay([got["sent"][1] for got in results], _all_reduce(shape, tp), "in backward")
+        refuse(
+            "",
+            (f"Forward returns {tp} x: every rank has all of x, so do not sum it", _same(got["y"], tp * x)),
+            ("Forward changes x: each rank's columns need x as it is", not _same(got["y"], x)),
+            ("Forward is right, but backward sends nothing: the gradient of x is this rank's part only, and x went to all "
+             "ranks, so its gradient is a sum over them", not got["calls"][1]),
+            ("The gradient of the path around the layer is summed too: backward should copy what it is given before it "
+             "all-reduces, and act on a new tensor, not on x itself", _same(got["grad"], 2 * total)),
+            ("The gradient of x is the mean over the ranks: they are parts, so sum", _same(entered, total / tp)),
+            ("The gradient of x is summed twice: one sum over the ranks, and no factor",
+             any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 1.9 * _all_reduce(shape, tp)),
+            ("The gradient of x is wrong: it is the sum over all ranks, on each of them", not _same(entered, total)),
+        )  # fmt: skip
+    _pay(results, 0, _all_reduce(shape, tp))
     return "Nothing forward, one sum backward."
 
 
@@ -151,23 +146,17 @@ def leave_rows(answer: Callable[..., Tensor]) -> str:
     _passed_through(results, shape)
     total, grad = sum(_of_all(20, tp, shape)), _draw(30, shape)[0]
     for rank, got in enumerate(results):
-        if got["calls"][0] == 0:
-            raise Wrong("Forward sends nothing: each rank has a part of the sum, and the parts must be added.")
-        if _same(got["y"], total / tp):
-            raise Wrong("The parts are averaged; they are parts of one sum.")
-        if not _same(got["y"], total):
-            raise Wrong(f"Rank {rank} does not return the sum of all parts; every rank needs it, for the next norm.")
-        if _same(got["grad"], tp * grad):
-            raise Wrong(
-                f"Forward is right, but the gradient of a part is {tp} times too long: backward sums again, though "
-                "every rank already has the whole gradient."
-            )
-        if _same(got["grad"], grad / tp):
-            raise Wrong(f"The gradient of a part is divided by {tp}: each part adds to the sum with weight one.")
-        if not _same(got["grad"], grad):
-            raise Wrong("The gradient of a part is wrong: backward of a sum hands the gradient on as it is.")
-    _pay([got["sent"][0] for got in results], _all_reduce(shape, tp), "in forward")
-    _pay([got["sent"][1] for got in results], 0, "in backward")
+        refuse(
+            "",
+            ("Forward sends nothing: each rank has a part of the sum, and the parts must be added", not got["calls"][0]),
+            ("The parts are averaged; they are parts of one sum", _same(got["y"], total / tp)),
+            (f"Rank {rank} does not return the sum of all parts, which every rank needs", not _same(got["y"], total)),
+            (f"Forward is right, but the gradient of a part is {tp} times too long: backward sums again, though every rank "
+             "already has the whole gradient", _same(got["grad"], tp * grad)),
+            (f"The gradient of a part is divided by {tp}: its weight in the sum is one", _same(got["grad"], grad / tp)),
+            ("The gradient of a part is wrong: backward of a sum hands it on", not _same(got["grad"], grad)),
+        )  # fmt: skip
+    _pay(results, _all_reduce(shape, tp), 0)
     return "One sum forward, nothing backward."
 
 
@@ -209,22 +198,16 @@ def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
     *values, grad = _mlp_problem(group.size())
     leaves = [value.requires_grad_() for value in values]
     x, *weights = leaves
-    with record_comms() as forward, _Products() as products:
-        y = answer(x * 1.0, *weights, group)
-    if not isinstance(y, Tensor) or not y.requires_grad:
-        return {"y": None}
-    if y.shape != grad.shape:
-        return {"y": y.detach()}
-    value = y.detach().clone()
-    with record_comms() as backward:
-        y.backward(grad.to(y.dtype))
-    gradients = {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for name, leaf in zip(_INPUTS, leaves, strict=True)
-    }
-    sent = forward.ring_bytes_sent(), backward.ring_bytes_sent()
-    calls = len(forward.events), len(backward.events)
-    return {"y": value, "sent": sent, "calls": calls, "flops": products.flops, **gradients}
+    products = _Products()
+
+    def run() -> Any:
+        with products:
+            return answer(x * 1.0, *weights, group)
+
+    found = _forward_and_backward(run, grad)
+    for name, leaf in zip(_INPUTS, leaves, strict=True):
+        found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return found | {"flops": products.flops}
 
 
 @check(
@@ -244,117 +227,96 @@ def split_mlp(answer: Callable[..., Tensor]) -> str:
     results = on_ranks(_mlp_on_a_rank, tp, answer)
     _passed_through(results, tuple(grad.shape))
     for rank, got in enumerate(results):
-        _judge_mlp_forward(got, whole_y.detach(), values, rank, tp)
+        _judge_mlp_forward(got["y"], bool(got["calls"][0]), whole_y.detach(), values, rank, tp)
     _judge_mlp_parts(results, values, tp)
     _judge_mlp_backward(results, truth, tp)
-    _pay([got["sent"][0] for got in results], _all_reduce(tuple(grad.shape), tp), "in forward")
-    _pay([got["sent"][1] for got in results], _all_reduce(tuple(grad.shape), tp), "in backward")
+    _pay(results, *[_all_reduce(tuple(grad.shape), tp)] * 2)
     return "One sum forward, one backward, and nothing between the two matrices."
 
 
-def _judge_mlp_forward(got: dict, full: Tensor, values: list[Tensor], rank: int, tp: int) -> None:
-    y, bias = got["y"], values[-1]
+def _judge_mlp_forward(y: Tensor, sends: bool, full: Tensor, values: list[Tensor], rank: int, tp: int) -> None:
+    bias = values[-1]
     if _same(y, full):
-        if not got["calls"][0]:
-            raise Wrong("Each rank computes the whole product: take this rank's part of both matrices.")
+        refuse("", ("Each rank computes the whole product: take this rank's part of both matrices", not sends))
         return
-    if _same(y, full + (tp - 1) * bias):
-        raise Wrong(f"The last bias counts {tp} times: it belongs to the sum, not to each part.")
-    if _same(y * tp, full) or _same((y - bias) * tp, full - bias):
-        raise Wrong("The parts are averaged; they are parts of one sum.")
-    if _same(y, full - bias):
-        raise Wrong("The last bias is missing.")
-    if not got["calls"][0]:
-        raise Wrong("Each rank returns its own part: the parts must be summed over the ranks.")
-    for name, slip in _mlp_slips(values, tp).items():
-        if _same(y, slip):
-            raise Wrong(name)
+    refuse(
+        "",
+        (f"The last bias counts {tp} times: it belongs to the sum, not to each part", _same(y, full + (tp - 1) * bias)),
+        ("The parts are averaged; they are parts of one sum",
+         _same(y * tp, full) or _same((y - bias) * tp, full - bias)),
+        ("The last bias is missing", _same(y, full - bias)),
+        ("Each rank returns its own part: the parts must be summed over the ranks", not sends),
+    )  # fmt: skip
+    recognize(y, "", _mlp_slips(values, tp), _same)
     raise Wrong(
         f"Rank {rank} returns another result than one process: each inner value must be complete before the ReLU, and "
         "meet its own column of the second weight."
     )
 
 
-def _mlp_slips(values: list[Tensor], tp: int) -> dict[str, Tensor]:
+def _mlp_slips(values: list[Tensor], tp: int) -> list[tuple[str, Tensor]]:
     """What known slips return."""
     x, up, up_bias, down, down_bias = values
     first = down.chunk(tp, dim=1)[0]
     parts = list(zip(up.chunk(tp), up_bias.chunk(tp), down.chunk(tp, dim=1), strict=True))
     by_inputs = list(zip(x.chunk(tp, dim=-1), up.chunk(tp, dim=1), strict=True))
-    return {
-        "Every rank uses the first columns of the second weight: rank r's inner values meet its own columns.": (
-            sum(torch.relu(F.linear(x, a, b)) @ first.T for a, b, _ in parts) + down_bias
-        ),
-        "The first bias is shared out: each inner value is complete on its rank and takes its own bias, undivided.": (
-            sum(torch.relu(F.linear(x, a, b / tp)) @ c.T for a, b, c in parts) + down_bias
-        ),
-        "The first bias is missing.": sum(torch.relu(x @ a.T) @ c.T for a, _, c in parts) + down_bias,
-        "The first matrix is split by inputs, so the ReLU acts on parts of a sum: split its outputs.": (
-            sum(F.linear(torch.relu(F.linear(z, a, up_bias)), down) for z, a in by_inputs) + down_bias
-        ),
-        "The ReLU is missing.": F.linear(F.linear(x, up, up_bias), down, down_bias),
-    }
+    return [
+        ("Every rank uses the first columns of the second weight: rank r's inner values meet its own columns",
+         sum(torch.relu(F.linear(x, a, b)) @ first.T for a, b, _ in parts) + down_bias),
+        ("The first bias is shared out: each inner value is complete on its rank and takes its own bias, undivided",
+         sum(torch.relu(F.linear(x, a, b / tp)) @ c.T for a, b, c in parts) + down_bias),
+        ("The first bias is missing", sum(torch.relu(x @ a.T) @ c.T for a, _, c in parts) + down_bias),
+        ("The first matrix is split by inputs, so the ReLU acts on parts of a sum: split its outputs",
+         sum(F.linear(torch.relu(F.linear(z, a, up_bias)), down) for z, a in by_inputs) + down_bias),
+        ("The ReLU is missing", F.linear(F.linear(x, up, up_bias), down, down_bias)),
+    ]  # fmt: skip
 
 
 def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None:
     """Ask that a rank computes with its own part of both matrices, as its gradients and its FLOPs tell."""
     x, up = values[0], values[1]
     held = [(got["up"] != 0).any(1) for got in results]  # some token passes the ReLU in each of these rows
-    first_cut_by_inputs = all(bool((got["up"] != 0).any(0).sum() * tp == up.shape[1]) for got in results)
-    if first_cut_by_inputs:
-        raise Wrong(
-            "The first matrix is split by its inputs, so its products are parts of sums, which must be added before the "
-            "ReLU: a message that splitting by outputs saves."
-        )
-    for rank, rows in enumerate(held):
-        if not rows.any():
-            raise Wrong(
-                f"Forward is right, and no gradient reaches `up` on rank {rank}: the sum has to let it through."
-            )
-        if rows.sum() * tp != len(up):
-            raise Wrong(
-                f"Right, and no tensor parallelism: on rank {rank} {int(rows.sum())} of the {len(up)} rows of `up` have "
-                f"a gradient. Each rank takes {len(up) // tp} of them, for all tokens."
-            )
-    if not torch.stack(held).any(0).all():
-        raise Wrong("Two ranks use the same rows of `up`: every inner value belongs to one rank.")
     most, own = max(got["flops"] for got in results), 2 * (x.numel() // x.shape[-1]) * 2 * up.numel() // tp
-    if most > 1.5 * own:  # a mask of its own values is no second product
-        raise Wrong(
-            f"Right, and no tensor parallelism: a rank computes {most:,} FLOPs, and its part of both matrices takes "
-            f"{own:,}. Take the part before the product, not after it."
-        )
+    refuse("", (
+        "The first matrix is split by its inputs, so its products are parts of sums, which must be added before the ReLU: a "
+        "message that splitting by outputs saves",
+        all(bool((got["up"] != 0).any(0).sum() * tp == up.shape[1]) for got in results),
+    ))  # fmt: skip
+    for rank, rows in enumerate(held):
+        refuse(
+            "",
+            (f"Forward is right, and no gradient gets through the sum to `up` on rank {rank}", not rows.any()),
+            (f"Right, and no tensor parallelism: on rank {rank} {int(rows.sum())} of the {len(up)} rows of `up` have a "
+             f"gradient. Each rank takes {len(up) // tp} of them, for all tokens", rows.sum() * tp != len(up)),
+        )  # fmt: skip
+    refuse(
+        "",
+        ("Two ranks use the same rows of `up`: every inner value belongs to one rank", not torch.stack(held).any(0).all()),
+        (f"Right, and no tensor parallelism: a rank computes {most:,} FLOPs, and its part of both matrices takes {own:,}. "
+         "Take the part before the product, not after it", most > 1.5 * own),  # a mask is no second product
+    )  # fmt: skip
 
 
 def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) -> None:
     again = _same(sum(got["up"] for got in results), tp * truth["up"])
     for rank, got in enumerate(results):
-        if not got["calls"][1] and not _same(got["x"], truth["x"]):
-            raise Wrong(
-                "Forward is right, but the gradient of x is this rank's part only: x went to all ranks, so its "
-                "gradient is a sum over them."
-            )
-        if again:
-            raise Wrong(
-                f"Forward is right, but the gradients before the sum are {tp} times too long: backward of g sums "
-                "again, though every rank already has the whole gradient."
-            )
-        if _same(got["x"], tp * truth["x"]):
-            raise Wrong(f"Forward is right, but the gradient of x is {tp} times too long: f sums it twice.")
-        if not _same(got["x"], truth["x"]):
-            raise Wrong("The gradient of x is wrong: f hands x to all ranks, and its backward sums what they return.")
-        if _same(got["down_bias"], truth["down_bias"] / tp):
-            raise Wrong(
-                f"Each rank finds 1/{tp} of the gradient of the last bias: add the bias undivided, after the sum."
-            )
-        if not _same(got["down_bias"], truth["down_bias"]):
-            raise Wrong(
-                f"Rank {rank} does not find the gradient of the last bias: the bias is replicated, and copies that get "
-                "different gradients drift apart."
-            )
+        right = _same(got["x"], truth["x"])
+        refuse(
+            "",
+            ("Forward is right, but the gradient of x is this rank's part only: x went to all ranks, so its gradient is a "
+             "sum over them", not got["calls"][1] and not right),
+            (f"Forward is right, but the gradients before the sum are {tp} times too long: backward of g sums again, though "
+             "every rank already has the whole gradient", again),
+            (f"The gradient of x is {tp} times too long: f sums it twice", _same(got["x"], tp * truth["x"])),
+            ("The gradient of x is wrong: f hands x to all ranks, and its backward sums what they return", not right),
+            (f"Each rank finds 1/{tp} of the gradient of the last bias: add the bias undivided, after the sum",
+             _same(got["down_bias"], truth["down_bias"] / tp)),
+            (f"Rank {rank} does not find the gradient of the last bias: the bias is replicated, and copies that get "
+             "different gradients drift apart", not _same(got["down_bias"], truth["down_bias"])),
+        )  # fmt: skip
     for name in ("up", "up_bias", "down"):
-        if not _same(sum(got[name] for got in results), truth[name]):
-            raise Wrong(f"The gradient of `{name}` is wrong: each rank finds that of its own part, and no other.")
+        wrong = not _same(sum(got[name] for got in results), truth[name])
+        refuse("", (f"The gradient of `{name}` is wrong: each rank finds that of its own part, and no other", wrong))
 
 
 # --- sequence parallelism -----------------------------------------------------------------------------------
@@ -372,24 +334,20 @@ def gather_tokens(answer: Callable[..., Tensor]) -> str:
     _passed_through(results, full)
     parts, grads = _of_all(20, tp, part), _of_all(40, tp, full)
     whole_y, total = torch.cat(parts, dim=1), sum(grads)
-    mixed = torch.cat(parts).view(full)
     for rank, got in enumerate(results):
-        if _same(got["y"], mixed):
-            raise Wrong("Tokens of different sequences are mixed: a collective stacks along dim 0, tokens are dim 1.")
-        if not _same(got["y"], whole_y):
-            raise Wrong("The tokens are not those of all ranks in rank order: rank 0 has the first of each sequence.")
         summed, own = (each.chunk(tp, dim=1)[rank] for each in (total, grads[rank]))
-        if _same(got["grad"], own):
-            raise Wrong(
-                "Forward is right, but backward cuts without a sum: every rank's columns used this rank's tokens, so "
-                "their gradient is a sum over the ranks."
-            )
-        if _same(got["grad"], summed / tp):
-            raise Wrong(f"The gradients are averaged over the {tp} ranks: they are parts of one sum.")
-        if not _same(got["grad"], summed):
-            raise Wrong("The gradient is wrong: sum the gradients of all ranks and keep those of this rank's tokens.")
-    _pay([got["sent"][0] for got in results], _one_way(full, tp), "in forward")
-    _pay([got["sent"][1] for got in results], _one_way(full, tp), "in backward")
+        refuse(
+            "",
+            ("Tokens of different sequences are mixed: a collective stacks along dim 0, tokens are dim 1",
+             _same(got["y"], torch.cat(parts).view(full))),
+            ("These are not all ranks' tokens in order, of each sequence the first on rank 0",
+             not _same(got["y"], whole_y)),
+            ("Forward is right, but backward cuts without a sum: every rank's columns used this rank's tokens, so their "
+             "gradient is a sum over the ranks", _same(got["grad"], own)),
+            (f"The gradients are averaged over the {tp} ranks: they are parts of one sum", _same(got["grad"], summed / tp)),
+            ("The gradient is wrong: sum over all ranks, and keep this rank's tokens", not _same(got["grad"], summed)),
+        )  # fmt: skip
+    _pay(results, _one_way(full, tp), _one_way(full, tp))
     return "All-gather forward, reduce-scatter backward."
 
 
@@ -407,26 +365,20 @@ def scatter_tokens(answer: Callable[..., Tensor]) -> str:
     total, whole_grad = sum(partial), torch.cat(grads, dim=1)
     for rank, got in enumerate(results):
         mine, own = (each.chunk(tp, dim=1)[rank] for each in (total, partial[rank]))
-        if _same(got["y"], own):
-            raise Wrong("Forward cuts without a sum: each rank has a part of every token's sum.")
-        if _same(got["y"], mine / tp):
-            raise Wrong("The parts are averaged; they are parts of one sum.")
-        if _same(got["y"], total.flatten(0, 1).chunk(tp)[rank].view(part)):
-            raise Wrong("Whole sequences are dealt out: a collective cuts along dim 0, tokens are dim 1.")
-        if not _same(got["y"], mine):
-            raise Wrong("These are not this rank's tokens: rank 0 has the first of each sequence, summed over ranks.")
         own_only = torch.cat([grads[r] if r == rank else torch.zeros(part) for r in range(tp)], dim=1)
-        if _same(got["grad"], own_only):
-            raise Wrong(
-                "Forward is right, but backward fills the other ranks' tokens with zeros: this rank's part went into "
-                "the sums of all tokens, and the gradients of those are on the other ranks."
-            )
-        if _same(got["grad"], tp * whole_grad):
-            raise Wrong(f"The gradient is {tp} times too long: nothing is to be summed in backward.")
-        if not _same(got["grad"], whole_grad):
-            raise Wrong("The gradient is wrong: put the gradients of all ranks' tokens together, in rank order.")
-    _pay([got["sent"][0] for got in results], _one_way(full, tp), "in forward")
-    _pay([got["sent"][1] for got in results], _one_way(full, tp), "in backward")
+        refuse(
+            "",
+            ("Forward cuts without a sum: each rank has a part of every token's sum", _same(got["y"], own)),
+            ("The parts are averaged; they are parts of one sum", _same(got["y"], mine / tp)),
+            ("Whole sequences are dealt out: a collective cuts along dim 0, tokens are dim 1",
+             _same(got["y"], total.flatten(0, 1).chunk(tp)[rank].view(part))),
+            ("These are not this rank's tokens, of each sequence the first on rank 0", not _same(got["y"], mine)),
+            ("Forward is right, but backward fills the other ranks' tokens with zeros: this rank's part went into the sums of "
+             "all tokens, and the gradients of those are on the other ranks", _same(got["grad"], own_only)),
+            (f"The gradient is {tp} times too long: nothing is to be summed in backward", _same(got["grad"], tp * whole_grad)),
+            ("The gradient is wrong: put those of all ranks together, in order", not _same(got["grad"], whole_grad)),
+        )  # fmt: skip
+    _pay(results, _one_way(full, tp), _one_way(full, tp))
     return "Reduce-scatter forward, all-gather backward."
 
 
@@ -498,13 +450,12 @@ def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], l
     where, found = _words(case), []
     for rank, parts in enumerate(ranks.values() if isinstance(ranks, dict) else numbers(ranks)):
         parts = list(parts) if hasattr(parts, "__iter__") and not isinstance(parts, Mapping) else parts
-        named = by_name(parts, *_PARTS)
-        if named is None:
-            raise Wrong(f"{where}: rank {rank} needs {', '.join(_PARTS[:2])} and {_PARTS[2]}, in this order.")
+        otherwise = f"{where}: rank {rank} needs {', '.join(_PARTS[:2])} and {_PARTS[2]}, in this order."
+        named = by_name(parts, *_PARTS, otherwise=otherwise)
         rows = [_rows(named[name], most * width) for name, most in zip(_PARTS, (heads, kv), strict=False)]
         others = {whole(other, "A rank") for other in numbers(named["sum_over"], f"sum_over of rank {rank}")}
         if not others <= set(range(tp)):
-            raise Wrong(f"{where}: sum_over of rank {rank} names ranks that do not exist, {some(sorted(others))}.")
+            raise Wrong(f"{where}: sum_over of rank {rank} names ranks that do not exist, [{some(sorted(others))}].")
         found.append((*rows, others | {rank}))
     if len(found) != tp:
         raise Wrong(f"{where}: return one triple for each of the {tp} ranks.")
@@ -528,22 +479,29 @@ def _judge_heads(ranks: list[tuple[list[int], list[int], set[int]]], heads: int,
     for rank, (*rows, _) in enumerate(ranks):
         cut = [[row // width for row in part[::width]] for part in rows]
         for name, part, found, most in zip(("query", "key"), rows, cut, (heads, kv), strict=True):
-            if part != [head * width + i for head in found for i in range(width)]:
-                raise Wrong(f"{where}: rank {rank} gets a piece of a {name} head. Cut at multiples of head_dim.")
-            if any(not 0 <= head < most for head in found):
-                raise Wrong(f"{where}: rank {rank} gets {name} heads that do not exist.")
+            refuse(
+                "",
+                (f"{where}: rank {rank} gets a piece of a {name} head. Cut at multiples of head_dim",
+                 part != [head * width + i for head in found for i in range(width)]),
+                (f"{where}: rank {rank} gets {name} heads that do not exist", any(not 0 <= head < most for head in found)),
+            )  # fmt: skip
         held.append(cut)
-    if len({len(queries) for queries, _ in held}) > 1:
-        raise Wrong(f"{where}: the ranks get unequal numbers of query heads, and all wait for the largest.")
-    if sorted(head for queries, _ in held for head in queries) != list(range(heads)):
-        raise Wrong(f"{where}: each query head should be on exactly one rank.")
+    refuse(
+        "",
+        (f"{where}: the ranks get unequal numbers of query heads, and all wait for the largest",
+         len({len(queries) for queries, _ in held}) > 1),
+        (f"{where}: each query head should be on exactly one rank",
+         sorted(head for queries, _ in held for head in queries) != list(range(heads))),
+    )  # fmt: skip
+    least = max(1, kv // tp)
     for rank, (queries, keys) in enumerate(held):
         needed = {head // (heads // kv) for head in queries}
-        if needed - set(keys):
-            raise Wrong(f"{where}: rank {rank} lacks the key head of one of its queries and would have to ask for it.")
-        least = max(1, kv // tp)
-        if len(keys) > least:
-            raise Wrong(f"{where}: rank {rank} holds {len(keys)} key heads; with neighbouring queries {least} will do.")
+        refuse(
+            "",
+            (f"{where}: rank {rank} lacks the key head of one of its queries, and must ask", needed - set(keys)),
+            (f"{where}: rank {rank} holds {len(keys)} key heads; {least} do for neighbouring queries",
+             len(keys) > least),
+        )  # fmt: skip
     _judge_gradients(ranks, held, width, where)
 
 
@@ -629,23 +587,21 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
     results = on_ranks(_loss_on_a_rank, tp, answer)
     if any(got["loss"] is None for got in results):
         raise Wrong("Return one loss per token, with a gradient.")
-    if (most := max(got["bytes"] for got in results)) > _NUMBERS * tp * _TOKENS * 8:
-        raise Wrong(
-            f"The logits themselves cross the wire: the collectives of a rank carry {most / _TOKENS:,.0f} bytes a token, "
-            f"and a row of logits has {4 * _VOCAB:,}. Reduce a few numbers per token, and nobody holds all."
-        )
-    if any(not got["loss"].isfinite().all() for got in results):
-        raise Wrong("A loss is infinite: subtract the maximum over all ranks before the exponential.")
-    if any(not _same(got["loss"], results[0]["loss"]) for got in results):
-        raise Wrong("The ranks have different losses for one token: each piece is a reduction over all ranks.")
-    if not _same(results[0]["loss"], truth.detach()):
-        low = (results[0]["loss"] <= truth + 1e-3).all()
-        raise Wrong(
-            "The loss is too low: the sum of exponentials has only a part of the vocabulary in it."
-            if low
-            else "The loss is wrong: the sum needs one maximum for all ranks, and the target's logit comes from "
-            "the one rank that owns it."
-        )
+    most, losses = max(got["bytes"] for got in results), [got["loss"] for got in results]
+    wrong = not _same(losses[0], truth.detach())
+    refuse(
+        "",
+        (f"The logits themselves cross the wire: the collectives of a rank carry {most / _TOKENS:,.0f} bytes a token, and a "
+         f"row of logits has {4 * _VOCAB:,}. Reduce a few numbers per token, and nobody holds all",
+         most > _NUMBERS * tp * _TOKENS * 8),
+        ("A loss is infinite: subtract the maximum over all ranks before the exponential",
+         any(not loss.isfinite().all() for loss in losses)),
+        ("The ranks have different losses for one token: each piece is a reduction over all ranks",
+         any(not _same(loss, losses[0]) for loss in losses)),
+        ("The loss is too low: the sum of exponentials has only a part of the vocabulary in it",
+         wrong and (losses[0] <= truth + 1e-3).all()),
+        ("The loss is wrong: take one maximum for all ranks, and the target's logit from the rank that owns it", wrong),
+    )  # fmt: skip
     for rank, got in enumerate(results):
         start, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
         mine, grad = logits.grad[:, start:stop], got["grad"]
@@ -654,18 +610,14 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
         if _same(grad, mine):
             continue
         off = (grad - mine).abs() > 1e-3
-        if (off.sum(1) <= 1).all() and (off.float().argmax(1) == logits[:, start:stop].argmax(1))[off.any(1)].all():
-            raise Wrong(
-                "The losses are right, and a gradient flows into the maximum: it is a constant that cancels, so "
-                "detach it."
-            )
-        if _same(grad, tp * mine):
-            raise Wrong(
-                f"The losses are right and the gradients {tp} times too long: every rank has the whole gradient of the "
-                "loss, so backward of each sum hands it on as it is."
-            )
-        raise Wrong(
-            "The losses are right and the gradients are not: on every rank they are softmax minus one at the target, "
-            "times the gradient of the loss."
-        )
+        largest = logits[:, start:stop].argmax(1)
+        refuse(
+            "",
+            ("The losses are right, and a gradient flows into the maximum: it is a constant that cancels, so detach it",
+             (off.sum(1) <= 1).all() and (off.float().argmax(1) == largest)[off.any(1)].all()),
+            (f"The losses are right and the gradients {tp} times too long: every rank has the whole gradient of the loss, so "
+             "backward of each sum hands it on as it is", _same(grad, tp * mine)),
+            ("The losses are right and the gradients are not: on every rank they are softmax minus one at the target, times "
+             "the gradient of the loss", True),
+        )  # fmt: skip
     return f"{most / _TOKENS:.0f} bytes a token crossed the wire, of {4 * _VOCAB:,} that its logits have."

@@ -7,6 +7,7 @@ import functools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from lablib.calc.schedules import (
     Schedule,
@@ -21,16 +22,9 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.judging import Wrong, by_name, check, close, numbers
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, recognize, refuse
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
-
-
-def _named(got: object, *names: str) -> Mapping[str, object]:
-    named = by_name(got, *names)
-    if named is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(names)}.")
-    return named
 
 
 def _by_rank(got: object) -> object:
@@ -89,7 +83,7 @@ def bubbles(answer: Callable[[int, int, int], Mapping[str, float]], seed: int = 
     """Judge `bubbles(p, m, v)`: GPipe and 1F1B where v is 1, interleaved 1F1B where it is more."""
     answers, wrong = {}, []
     for (p, m, v), truth in _timed(seed):
-        got = _named(answer(p, m, v), "over_ideal", "over_total")
+        got = by_name(answer(p, m, v), "over_ideal", "over_total")
         answers[p, m, v] = got["over_ideal"], got["over_total"]
         right = [close(got["over_ideal"], truth.bubble_over_ideal), close(got["over_total"], truth.bubble_over_total)]
         if not all(right):
@@ -114,20 +108,24 @@ def _timed(seed: int) -> list[tuple[tuple[int, int, int], Timeline]]:
     ]
 
 
-def _say_bubbles(answers: Mapping, case: tuple, right: Sequence, truth: Timeline) -> None:
-    where, (ideal, total) = _case(*case), answers[case]
-    for meant, sentence in BUBBLES:
-        if all(all(map(_same, got, meant(*each))) for each, got in answers.items()):
-            raise Wrong(f"{sentence} ({where}).")
-    if _rounded(ideal, truth.bubble_over_ideal) and _rounded(total, truth.bubble_over_total):
-        raise Wrong(f"Right but for rounding: return the numbers as they are ({where}).")
-    if all(row[0] for row in right):
-        raise Wrong(f"Over ideal time is right. The total time is the ideal time and the idle time together ({where}).")
-    if all(row[1] for row in right):
-        raise Wrong(f"Over total time is right. Divide the same idle time by m (F + B) alone ({where}).")
+def _say_bubbles(answers: Mapping, case: tuple, right: Sequence, truth: Timeline) -> NoReturn:
+    ideal, total = answers[case]
+    rows = [(sentence, all(all(map(_same, got, meant(*each))) for each, got in answers.items()))
+            for meant, sentence in BUBBLES]  # fmt: skip
+    rounded = _rounded(ideal, truth.bubble_over_ideal) and _rounded(total, truth.bubble_over_total)
+    refuse(
+        _case(*case),
+        *rows,
+        ("Right but for rounding: return the numbers as they are", rounded),
+        (
+            "Over ideal time is right. The total time is the ideal time and the idle time together",
+            all(r[0] for r in right),
+        ),
+        ("Over total time is right. Divide the same idle time by m (F + B) alone", all(r[1] for r in right)),
+    )
     raise Wrong(
-        f"I do not know this mistake. The smallest case that fails is {where}: a rank works {truth.busy[0]:.4g} and idles "
-        f"{truth.idle[0]:.4g}, and you have {float(ideal):.4g} and {float(total):.4g}."
+        f"I do not know this mistake. The smallest case that fails is {_case(*case)}: a rank works {truth.busy[0]:.4g} and "
+        f"idles {truth.idle[0]:.4g}, and you have {float(ideal):.4g} and {float(total):.4g}."
     )
 
 
@@ -197,7 +195,7 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
         cases.append(("interleaved", p, p * dice.randint(1, 4), v))
     answers, wrong = {}, []
     for name, p, m, v in cases:
-        truth = peak_activations(schedule(name, p, m, v))
+        truth = _most_held(name, p, m, v)
         got = numbers(_by_rank(answer(name, p, m, v)), "What the ranks hold")
         if len(got) != p:
             raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
@@ -209,18 +207,25 @@ def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int
     return f"{len(cases)} pipelines; with v stages on a rank, one of them counts 1/v."
 
 
-def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> None:
+@functools.cache
+def _most_held(name: str, p: int, m: int, v: int) -> Sequence[float]:
+    return peak_activations(schedule(name, p, m, v))
+
+
+def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> NoReturn:
     name, (got, shape) = case[0], (answers[case], case[1:])
     where = f"{name}, {_case(*shape)}"
     alike = {each[1:]: held for each, held in answers.items() if each[0] == name}
-    for meant, sentence in HELD[name]:
-        if all(all(map(_same, held, meant(*each))) for each, held in alike.items()):
-            raise Wrong(f"{sentence} ({where}).")
     rank = next(i for i in range(len(truth)) if not _same(got[i], truth[i]))
-    if float(got[rank]) > shape[1]:
-        raise Wrong(f"A rank holds more micro-batches than the step has: rank {rank} {float(got[rank]):g} ({where}).")
-    if all(_rounded(mine, held, digits=(0, 1, 2, 3)) for mine, held in zip(got, truth, strict=True)):
-        raise Wrong(f"Right but for rounding: return the numbers as they are ({where}).")
+    rows = [(sentence, all(all(map(_same, held, meant(*each))) for each, held in alike.items()))
+            for meant, sentence in HELD[name]]  # fmt: skip
+    refuse(
+        where,
+        *rows,
+        (f"A rank holds more micro-batches than the step has: rank {rank} {float(got[rank]):g}", float(got[rank]) > shape[1]),
+        ("Right but for rounding: return the numbers as they are",
+         all(_rounded(mine, held, digits=(0, 1, 2, 3)) for mine, held in zip(got, truth, strict=True))),
+    )  # fmt: skip
     raise Wrong(
         f"I do not know this mistake. The smallest case that fails is {where}: rank {rank} holds {truth[rank]:.5g}, "
         f"and you have {float(got[rank]):.5g}."
@@ -265,14 +270,10 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
     try:
         mine = parse_schedule(rows)
         if (mine.num_stages, mine.num_microbatches) != (p, m):
-            raise Wrong(
-                f"There are p={p} stages and m={m} micro-batches, counted from 0; "
-                f"yours has {mine.num_stages} and {mine.num_microbatches}."
-            )
-        if mine.placement != tuple(range(p)):
-            raise Wrong(
-                f"Stage i belongs to rank i; in your rows stage 0 runs on rank {mine.placement[0]} ({_case(p, m)})."
-            )
+            raise Wrong(f"There are p={p} stages and m={m} micro-batches, counted from 0; yours has {mine.num_stages} and "
+                        f"{mine.num_microbatches}.")  # fmt: skip
+        elsewhere = f"Stage i belongs to rank i; in your rows stage 0 runs on rank {mine.placement[0]}"
+        refuse(_case(p, m), (elsewhere, mine.placement != tuple(range(p))))
         validate(mine)
     except ScheduleError as error:
         reason = "; ".join(line.strip() for line in error.reason.splitlines())
@@ -296,35 +297,31 @@ def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
 
 
 def _judge_1f1b(answer: object, p: int, m: int) -> None:
-    mine, case = _valid(answer, p, m), _case(p, m)
-    if any(action.kind in "IW" for rank in range(p) for action in mine.actions(rank)):
-        raise Wrong(f"1F1B runs whole backwards, B; I and W are what zero bubble adds ({case}).")
+    mine = _valid(answer, p, m)
     held, right = peak_activations(mine), peak_activations(one_f_one_b(p, m))
-    if m > p and all(count == m for count in held):
-        raise Wrong(
-            f"It runs, and it is GPipe: all forwards first, so every rank holds m={m}; start a backward as soon as "
-            f"there is one ({case})."
-        )
-    if fuller := [i for i in range(p) if held[i] > right[i]]:
-        i = fuller[0]
-        raise Wrong(
-            f"It runs, but rank {i} holds {held[i]:g} micro-batches where 1F1B holds {right[i]:g}: warm up with "
-            f"p - 1 - i = {p - 1 - i} forwards ({case})."
-        )
+    fuller = next((i for i in range(p) if held[i] > right[i]), 0)
     took, needed = simulate(mine).makespan, simulate(one_f_one_b(p, m)).makespan
+    refuse(
+        _case(p, m),
+        ("1F1B runs whole backwards, B; I and W are what zero bubble adds",
+         any(action.kind in "IW" for rank in range(p) for action in mine.actions(rank))),
+        (f"It runs, and it is GPipe: all forwards first, so every rank holds m={m}; start a backward as soon as there is one",
+         m > p and all(count == m for count in held)),
+        (f"It runs, but rank {fuller} holds {held[fuller]:g} micro-batches where 1F1B holds {right[fuller]:g}: warm up with "
+         f"p - 1 - i = {p - 1 - fuller} forwards", held[fuller] > right[fuller]),
+    )  # fmt: skip
     if took <= needed + 1e-9:
         return
     for rank in range(p):
         forwards, backwards = ([a.microbatch for a in mine.actions(rank) if a.kind == kind] for kind in "FB")
-        if forwards != backwards:
-            raise Wrong(
-                f"It runs, but takes {took:g} where 1F1B takes {needed:g}: rank {rank} goes backward in the order "
-                f"{', '.join(map(str, backwards[:4]))}, ...; the oldest micro-batch has its gradient first, a queue and "
-                f"not a stack ({case})."
-            )
+        told = f"rank {rank} goes backward in the order {', '.join(map(str, backwards[:4]))}, ..."
+        refuse(_case(p, m), (
+            f"It runs, but takes {took:g} where 1F1B takes {needed:g}: {told}; the oldest micro-batch has its gradient first, "
+            "a queue and not a stack", forwards != backwards,
+        ))  # fmt: skip
     raise Wrong(
         f"It runs, but takes {took:g} forward times where 1F1B takes {needed:g}: with fewer than p - 1 - i "
-        f"forwards in front a rank waits for its gradient in every round ({case})."
+        f"forwards in front a rank waits for its gradient in every round ({_case(p, m)})."
     )
 
 
@@ -408,9 +405,8 @@ def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], see
     """Judge `explain_1f1b(before, after)`: what one change did to a run, and what twice the micro-batches would do."""
     cases = _changed(seed)
     for change, before, after, name, more in cases:
-        got = _named(
-            answer(copy.deepcopy(before), copy.deepcopy(after)), "changed", "schedule", "idle_over_total", "held"
-        )
+        asked = "changed", "schedule", "idle_over_total", "held"
+        got = by_name(answer(copy.deepcopy(before), copy.deepcopy(after)), *asked)
         seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
         said = " ".join(str(got["changed"]).lower().replace("_", " ").split())
         if said not in CHANGES:
@@ -469,29 +465,32 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
     idle, held = got["idle_over_total"], numbers(_by_rank(got["held"]), "held")
     busy, waits, right = after["busy"][0], after["idle"][0], more.bubble_over_total
     if not close(idle, right):
-        if _rounded(idle, right):
-            why = "right but for rounding; return the number as it is"
-        elif close(idle, 100 * right):
-            why = "that is percent; return a share, so that one is all of the time"
-        elif close(idle, waits / (busy + waits)):
-            why = "it is smaller than before: the work doubles, and the wait stays"
-        elif close(idle, waits / (2 * busy)):
-            why = "you have it over the ideal time: the total time has the wait in it, too"
-        elif close(idle, 2 * waits / (busy + 2 * waits)):
-            why = "the wait does not grow with m: filling and draining the pipeline takes what it took"
-        else:
-            why = f"a rank that works {busy:.4g} s and waits {waits:.4g} s works twice as long and waits as long"
-        raise Wrong(f"Idle time over total time with twice the micro-batches ({name}): {why}.")
+        what = f"Idle time over total time with twice the micro-batches ({name})"
+        slips = [
+            ("that is percent; return a share, so that one is all of the time", 100 * right),
+            ("it is smaller than before: the work doubles, and the wait stays", waits / (busy + waits)),
+            ("you have it over the ideal time: the total time has the wait in it, too", waits / (2 * busy)),
+            ("the wait does not grow with m: filling and draining the pipeline takes what it took",
+             2 * waits / (busy + 2 * waits)),
+        ]  # fmt: skip
+        refuse("", (f"{what}: right but for rounding; return the number as it is", _rounded(idle, right)))
+        recognize(idle, "", [(f"{what}: {why}", value) for why, value in slips])
+        raise Wrong(
+            f"{what}: a rank that works {busy:.4g} s and waits {waits:.4g} s works twice as long and waits as long."
+        )
     grows = 2 if name == "gpipe" else 1
     if len(held) != len(after["held"]):
         raise Wrong(f"`held` has one number for each of the {len(after['held'])} ranks; yours has {len(held)}.")
-    wrong = [i for i, seen in enumerate(after["held"]) if not close(held[i], grows * seen)]
+    wrong = [(i, seen) for i, seen in enumerate(after["held"]) if not close(held[i], grows * seen)]
     if wrong:
-        if not all(close(mine, (3 - grows) * seen) for mine, seen in zip(held, after["held"], strict=True)):
-            seen = after["held"][wrong[0]]
-            what = f"rank {wrong[0]} has {seen:g} GB now and would have {grows * seen:g}"
-        elif name == "gpipe":
-            what = "GPipe holds every micro-batch of the step, so twice as many"
-        else:
-            what = f"under {name} a rank goes backward as soon as it can, so what it holds does not depend on m"
-        raise Wrong(f"What the ranks hold with twice the micro-batches of the same size: {what}.")
+        what, (rank, seen) = "What the ranks hold with twice the micro-batches of the same size", wrong[0]
+        other = not all(close(mine, (3 - grows) * seen) for mine, seen in zip(held, after["held"], strict=True))
+        refuse(
+            "",
+            (f"{what}: rank {rank} has {seen:g} GB now and would have {grows * seen:g}", other),
+            (f"{what}: GPipe holds every micro-batch of the step, so twice as many", name == "gpipe"),
+            (
+                f"{what}: under {name} a rank goes backward as soon as it can, so what it holds does not depend on m",
+                True,
+            ),
+        )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
-from lablib.checks.judging import Wrong, check, close, numbers, on_ranks, whole
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, on_ranks, recognize, refuse, whole
 from lablib.launch.measure import record_comms
 
 __all__ = ["state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
@@ -34,9 +35,7 @@ def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5
     cases = [(params, 4, stage) for params in (8, 10) for stage in range(4)] + [(3, 7, 3), (9, 1, 2)]
     cases += [(dice.randint(10**6, 10**11), dice.randint(1, 600), dice.randint(0, 3)) for _ in range(40)]
     for params, ranks, stage in cases:
-        got = answer(params, ranks, stage)
-        if not isinstance(got, Mapping) or set(got) != set(_EACH):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_EACH)}.")
+        got = by_name(answer(params, ranks, stage), *_EACH)
         for name, each in _EACH.items():
             right = each * (shard_size(params, ranks) if stage >= _FIRST_STAGE[name] else params)
             if not close(got[name], right, rel=0):
@@ -44,40 +43,34 @@ def state_bytes(answer: Callable[[int, int, int], dict[str, int]], seed: int = 5
     return f"{len(cases)} cases to the byte."
 
 
-def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, stage: int) -> None:
+def _explain_bytes(name: str, got: float, right: int, params: int, ranks: int, stage: int) -> NoReturn:
     case = f"{params:,} parameters, {ranks} ranks, stage {stage}"
     each, first = _EACH[name], _FIRST_STAGE[name]
     own, sharded = shard_size(params, ranks), stage >= first
     last = params - (ranks - 1) * own
-    if got == each * last != right and sharded:
-        raise Wrong(f"That is the last rank, whose shard is padded: it holds as much as the others ({case}).")
-    if got == each * (params // ranks + 1) and sharded:
-        raise Wrong(f"Where the ranks divide the parameters nothing is left over: round up, add no 1 ({case}).")
-    if got == 8 * right:
-        raise Wrong(f"Return bytes, not bits: {right:,} for the {name} ({case}).")
-    if got == right / each:
-        raise Wrong(f"Those are parameters; for the {name} each has {each} bytes ({case}).")
-    if got == each * params / ranks and sharded:
-        raise Wrong(f"A shard is a whole number of parameters, rounded up: the padding is held too ({case}).")
-    if got == each * (params // ranks) and sharded:
-        raise Wrong(f"Rounded down, the last parameters belong to nobody: a shard is rounded up ({case}).")
-    if got == -(-each * params // ranks) and sharded:
-        raise Wrong(f"Parameters are dealt out, not bytes: round the shard up before you weigh it ({case}).")
-    if got == each * params and sharded:
-        raise Wrong(f"Stage {stage} shards the {name}: a rank holds one part in {ranks} ({case}).")
-    if got == ranks * right:
-        raise Wrong(f"That is what all ranks hold together; asked is one of them ({case}).")
-    if got == each * own and not sharded:
-        raise Wrong(f"Stage {stage} leaves the {name} in full; stage {first} is the first to shard them ({case}).")
-    for wrong, why in _OTHER_WEIGHTS[name].items():
-        if got == wrong * (own if sharded else params):
-            raise Wrong(f"{why} ({case}).")
-    if close(got, right / 1e9) or close(got, right / 2**30):
-        raise Wrong(f"Return bytes, not GB: {right:,} for the {name} ({case}).")
-    if got in (0, 16 * own, 16 * params):
-        raise Wrong(f"Each term counts alone, and none disappears: for the {name} there are {each} bytes a "
-                    f"parameter ({case}).")  # fmt: skip
-    raise Wrong(f"For the {name} one rank has {right:,} bytes, not {got:,.0f} ({case}).")
+    slips = [  # whether it can be made here, its sentence, and what it gives
+        (sharded and each * last != right,
+         "That is the last rank, whose shard is padded: it holds as much as the others", each * last),
+        (sharded, "Where the ranks divide the parameters nothing is left over: round up, add no 1",
+         each * (params // ranks + 1)),
+        (True, f"Return bytes, not bits: {right:,} for the {name}", 8 * right),
+        (True, f"Those are parameters; for the {name} each has {each} bytes", right / each),
+        (sharded, "A shard is a whole number of parameters, rounded up: the padding is held too", each * params / ranks),
+        (sharded, "Rounded down, the last parameters belong to nobody: a shard is rounded up", each * (params // ranks)),
+        (sharded, "Parameters are dealt out, not bytes: round the shard up before you weigh it", -(-each * params // ranks)),
+        (sharded, f"Stage {stage} shards the {name}: a rank holds one part in {ranks}", each * params),
+        (True, "That is what all ranks hold together; asked is one of them", ranks * right),
+        (not sharded, f"Stage {stage} leaves the {name} in full; stage {first} is the first to shard them", each * own),
+        *((True, why, wrong * (own if sharded else params)) for wrong, why in _OTHER_WEIGHTS[name].items()),
+    ]  # fmt: skip
+    recognize(got, case, [(why, value) for possible, why, value in slips if possible], lambda a, b: a == b)
+    refuse(
+        case,
+        (f"Return bytes, not GB: {right:,} for the {name}", close(got, right / 1e9) or close(got, right / 2**30)),
+        (f"Each term counts alone, and none disappears: for the {name} there are {each} bytes a parameter",
+         got in (0, 16 * own, 16 * params)),
+        (f"For the {name} one rank has {right:,} bytes, not {got:,.0f}", True),
+    )  # fmt: skip
 
 
 #: Other bytes per parameter than those of mixed precision with AdamW, and what was thought.
@@ -156,74 +149,71 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     right, moments = _one_process(gradients.mean(1))
     first = [result["weights"][0] for result in results]
     start = torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)
-    if any(each.isnan().any() for each in first):
-        raise Wrong("After the step weights are NaN.")
-    if not all(torch.equal(each, first[0]) for each in first):
-        own = [each.chunk(ranks)[rank] for rank, each in enumerate(first)]
-        if _alike(torch.cat(own), right[0]):
-            raise Wrong("Each rank updated its own shard, but nobody told the others: the all-gather is missing.")
-        raise Wrong("After the step the ranks hold different weights: the replicas drift apart.")
-    if torch.equal(first[0], start) and not torch.equal(results[0]["weights"][-1], start):
-        raise Wrong("The first step moves no weight: update the momentum first, and move the weights by the new one.")
-    if torch.equal(first[0], start):
-        raise Wrong("The weights did not change: update the tensor that you are given, in place.")
+    own = torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(first)])
+    apart, unmoved = not all(torch.equal(each, first[0]) for each in first), torch.equal(first[0], start)
+    refuse(
+        "",
+        ("After the step weights are NaN", any(each.isnan().any() for each in first)),
+        ("Each rank updated its own shard: the all-gather is missing", apart and _alike(own, right[0])),
+        ("After the step the ranks hold different weights: the replicas drift apart", apart),
+        ("The first step moves no weight: update the momentum first, and move the weights by the new one",
+         unmoved and not torch.equal(results[0]["weights"][-1], start)),
+        ("The weights did not change: update the tensor that you are given, in place", unmoved),
+    )  # fmt: skip
     if not _alike(first[0], right[0]):
         _explain_step(first[0], start, right[0], gradients)
     kept = [torch.cat([result["momentum"][step] for result in results]) for step in range(_STEPS)]
-    if not kept[0].any():
-        raise Wrong("The first step is right, and `momentum` is as before: it must be kept, in place, between steps.")
-    if _alike(kept[0], _LR * moments[0]):
-        raise Wrong(
-            "The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves."
-        )
-    if not _alike(kept[0], moments[0]):
-        raise Wrong("The weights are right, but a rank's momentum is not the part of the optimizer state it owns.")
-    if not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True)):
-        raise Wrong(
-            "The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes "
-            "between steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2."
-        )
-    least = 2 * (ranks - 1) / ranks * 8 * ranks * width
-    most = max(sent for result in results for sent in result["sent"])
-    if most > 1.001 * least:
-        how = ("An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold" if
-               "all_reduce" in results[0]["calls"] else "Some of it is sent more than once")  # fmt: skip
-        raise Wrong(f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. {how}.")
-    if most < 0.999 * least:
-        raise Wrong("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent.")
+    least, most = (
+        2 * (ranks - 1) / ranks * 8 * ranks * width,
+        max(sent for result in results for sent in result["sent"]),
+    )
+    all_reduced = "all_reduce" in results[0]["calls"]
+    how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
+    refuse(
+        "",
+        ("The first step is right, and `momentum` is as before: keep it, in place, between steps", not kept[0].any()),
+        ("The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves",
+         _alike(kept[0], _LR * moments[0])),
+        ("The weights are right, and `momentum` is not this rank's part of it", not _alike(kept[0], moments[0])),
+        ("The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes between "
+         "steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2",
+         not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True))),
+        (f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. "
+         f"{how if all_reduced else 'Some of it is sent more than once'}", most > 1.001 * least),
+        ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
+    )  # fmt: skip
 
 
 def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, gradients: torch.Tensor) -> None:
     """Raise the sentence about the first step, whose momentum is the gradient itself: what moved, and how far."""
     ranks, mean = gradients.shape[1], gradients[0].mean(0)
     moved, local = start - got, torch.cat([gradients[0, rank].chunk(ranks)[rank] for rank in range(ranks)])
-    for gradient, why in (
-        (mean * ranks, f"The gradients are summed, not averaged: every step is {ranks} times too long"),
-        (mean / ranks, f"Divided by {ranks} twice: the mean is taken once, before or in the reduce-scatter"),
-        (local, "Each shard moved along its owner's gradient alone: other ranks' samples must count too"),
-        (local / ranks, "Each shard moved along its owner's gradient alone: other ranks' samples must count too"),
-        (-mean, "The weights went up the gradient: a step subtracts"),
-        (mean / _LR, "The step has no learning rate: momentum times lr is what moves a weight"),
-        (0.1 * mean, "The new gradient is damped by 0.1: momentum is 0.9 of the old one plus all of the gradient"),
-        (0.9 * mean, "The new gradient is damped by 0.9: only the old momentum is, the gradient counts in full"),
-        (1.9 * mean, "That is Nesterov's step: plain momentum moves a weight by lr times momentum"),
-    ):
-        if _alike(moved, _LR * gradient):
-            raise Wrong(f"{why}.")
+    alone = "Each shard moved along its owner's gradient alone: other ranks' samples must count too"
+    slips = [
+        (f"The gradients are summed, not averaged: every step is {ranks} times too long", mean * ranks),
+        (f"Divided by {ranks} twice: the mean is taken once, before or in the reduce-scatter", mean / ranks),
+        (alone, local),
+        (alone, local / ranks),
+        ("The weights went up the gradient: a step subtracts", -mean),
+        ("The step has no learning rate: momentum times lr is what moves a weight", mean / _LR),
+        ("The new gradient is damped by 0.1: momentum is 0.9 of the old one plus all of the gradient", 0.1 * mean),
+        ("The new gradient is damped by 0.9: only the old momentum is, the gradient counts in full", 0.9 * mean),
+        ("That is Nesterov's step: plain momentum moves a weight by lr times momentum", 1.9 * mean),
+    ]
+    recognize(moved, "", slips, lambda given, gradient: _alike(given, _LR * gradient))
     starts, steps = start.chunk(ranks), (_LR * mean).chunk(ranks)
     wrong = [rank for rank, part in enumerate(got.chunk(ranks)) if not _alike(part, starts[rank] - steps[rank])]
     others = [a - b for a in starts for b in (*steps, torch.zeros_like(steps[0]))]
-    if all(any(_alike(got.chunk(ranks)[rank], other) for other in others) for rank in wrong):
-        raise Wrong(
-            f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r."
-        )
-    if torch.allclose(got, right, rtol=1e-6):
-        raise Wrong(
-            "The weights are right to single precision only: they are in float64, and so must be all that is sent."
-        )
     at = int((got - right).abs().argmax())
-    raise Wrong(f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and "
-                f"goes to {got[at]:.3f}. What is wrong here the check does not know.")  # fmt: skip
+    refuse(
+        "",
+        (f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r",
+         all(any(_alike(got.chunk(ranks)[rank], other) for other in others) for rank in wrong)),
+        ("The weights are right to single precision only: they are in float64, and so must be all that is sent",
+         torch.allclose(got, right, rtol=1e-6)),
+        (f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and goes to "
+         f"{got[at]:.3f}. What is wrong here the check does not know", True),
+    )  # fmt: skip
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -351,63 +341,57 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
 
 
 def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
-    ran = {when: [k for each, k in model.tally if each == when] for when in ("forward", "backward")}
-    if ran["forward"] != list(range(layers)) or ran["backward"] != list(reversed(range(layers))):
-        raise Wrong("Every layer runs once forward, from the first to the last, and once backward, the other way.")
-    if model.live:
-        raise Wrong(f"After the step {len(model.live)} of {layers} layers are still gathered: between steps a rank "
-                    "holds its shards only.")  # fmt: skip
-    if model.most > 2:
-        raise Wrong(f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release "
-                    "a layer when it has run; one more may be there ahead of its use.")  # fmt: skip
-    if set(model.scattered) != set(range(layers)):
-        raise Wrong(
-            "Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only."
-        )
-    truth = model.truth()
-    if any(not close(a, b) for k in range(layers) for a, b in zip(model.scattered[k], truth[k], strict=True)):
-        _explain_gradients(model, truth, layers)
+    ran = [[k for each, k in model.tally if each == when] for when in ("forward", "backward")]
+    refuse(
+        "",
+        ("Every layer runs once forward, from the first to the last, and once backward, the other way",
+         ran != [list(range(layers)), list(reversed(range(layers)))]),
+        (f"After the step {len(model.live)} of {layers} layers are still gathered: hold shards only", model.live),
+        (f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release a layer when it "
+         "has run; one more may be there ahead of its use", model.most > 2),
+        ("Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only",
+         set(model.scattered) != set(range(layers))),
+    )  # fmt: skip
+    truth, scattered = model.truth(), [model.scattered[k] for k in range(layers)]
+    if not _rows_close(scattered, truth):
+        _explain_gradients(model, scattered, truth)
     rows = [numbers(row, "A shard") for row in numbers(got)]
     if [len(row) for row in rows] != [own] * layers:
         raise Wrong(f"Return what `scatter` gave for each layer, first layer first: {layers} shards of {own} numbers.")
     shards = [row[:own] for row in truth]
-    if any(not close(a, b) for row, right in zip(rows, shards, strict=True) for a, b in zip(row, right, strict=True)):
-        if all(
-            close(a, b) for row, right in zip(rows, shards[::-1], strict=True) for a, b in zip(row, right, strict=True)
-        ):
-            raise Wrong("The shards are right but not in the order of the layers: backward made the last one first.")
-        raise Wrong(
-            "The gradients were right when they were scattered, and what is returned is not what `scatter` gave."
-        )
-    if any(count > 2 for count in model.gathers):
-        raise Wrong("A layer is gathered more than twice: once forward and once backward are enough.")
+    refuse(
+        "",
+        ("The shards are right but not in the order of the layers: backward made the last one first",
+         not _rows_close(rows, shards) and _rows_close(rows, shards[::-1])),
+        ("The gradients were right, and what is returned is not what `scatter` gave", not _rows_close(rows, shards)),
+        ("A layer is gathered more than twice, forward and backward", any(count > 2 for count in model.gathers)),
+    )  # fmt: skip
 
 
-def _explain_gradients(model: _Model, truth: list[list[float]], layers: int) -> None:
-    got = [model.scattered[k] for k in range(layers)]
-    for swapped in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]):
-        if all(close(a, b) for row, right in zip(swapped, truth, strict=True) for a, b in zip(row, right, strict=True)):
-            raise Wrong("Right gradients are scattered under the number of another layer.")
-    if all(
-        close(model.ranks * a, b)
-        for row, right in zip(got, truth, strict=True)
-        for a, b in zip(row, right, strict=True)
-    ):
-        raise Wrong(f"Divided by the {model.ranks} ranks once too often: `scatter` takes the mean itself.")
-    if all(close(a, b) for a, b in zip(got[-1], model.weights[-1], strict=True)):
-        raise Wrong(
-            "That is the gradient of the layer's input: `backward` returns it first, and that of the weights second."
-        )
-    if all(close(a, b) for a, b in zip(got[-1], truth[-1], strict=True)):
-        raise Wrong("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the "
-                    "input, the first of the pair that backward returns, and `x` the input of that layer.")  # fmt: skip
-    raise Wrong("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, "
-                "not its output, and a gradient of ones.")  # fmt: skip
+def _rows_close(rows: list[list[float]], truth: list[list[float]], times: float = 1) -> bool:
+    return all(
+        close(times * a, b) for row, right in zip(rows, truth, strict=True) for a, b in zip(row, right, strict=True)
+    )
+
+
+def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[float]]) -> NoReturn:
+    refuse(
+        "",
+        ("Right gradients are scattered under the number of another layer",
+         any(_rows_close(rows, truth) for rows in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]))),
+        ("Divided once too often: `scatter` takes the mean itself", _rows_close(got, truth, model.ranks)),
+        ("That is the gradient of the layer's input: `backward` returns it first, and that of the weights second",
+         _rows_close(got[-1:], model.weights[-1:])),
+        ("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the input, the first "
+         "of the pair that backward returns, and `x` the input of that layer", _rows_close(got[-1:], truth[-1:])),
+        ("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, not its "
+         "output, and a gradient of ones", True),
+    )  # fmt: skip
 
 
 # --- the tradeoffs ------------------------------------------------------------------------------------------
 
-_KEYS = {"held", "micro_batches", "sent", "best"}
+_KEYS = ("best", "held", "micro_batches", "sent")
 Job = tuple[int, int, int, int, int]
 
 
@@ -444,6 +428,7 @@ def _crossed(case: Job) -> bool:
     return least_sent(choices) != next((c.stage for c in choices if c.sent is not None), None)
 
 
+@functools.lru_cache(maxsize=4)
 def _drawn(seed: int) -> list[Job]:
     """Return random jobs: in half of them the lowest stage that fits is not the one that sends least."""
     dice, found = random.Random(seed), {True: [], False: []}
@@ -458,15 +443,13 @@ def _drawn(seed: int) -> list[Job]:
 
 
 def _judge_tradeoffs(got: object, case: Job) -> None:
-    if not isinstance(got, Mapping) or set(got) != _KEYS:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(sorted(_KEYS))}.")
+    got = by_name(got, *_KEYS)
     rows = {name: numbers(got[name], f"`{name}`") for name in ("held", "micro_batches", "sent")}
     if any(len(row) != 4 for row in rows.values()):
         raise Wrong("`held`, `micro_batches` and `sent` are lists of four, for the stages 0 to 3.")
     params, ranks, sequences, activations, budget = case
     choices = zero_choices(*case)
-    text = (f"{params:,} parameters, {ranks} ranks, {sequences} sequences of {activations:,} bytes, "
-            f"budget {budget:,}")  # fmt: skip
+    text = f"{params:,} parameters, {ranks} ranks, {sequences} sequences of {activations:,} bytes, budget {budget:,}"
     _judge_held(rows["held"], choices, case, text)
     for choice, count in zip(choices, rows["micro_batches"], strict=True):
         if _nothing(count) != (choice.micro_batches is None):
@@ -485,17 +468,17 @@ def _nothing(value: object) -> bool:
 
 
 #: What a rank holds as mistakes have it: bytes of weights, gradients and optimizer, the stages that shard them first.
-_SLIPS_OF_HELD: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
-    "Gradients have 16 bits here: 2 bytes, not 4": ((2, 4, 12), (3, 2, 1)),
-    "Weights have 16 bits, and their fp32 copy is in the 12 bytes of the optimizer": ((4, 2, 12), (3, 2, 1)),
-    "The master weights are optimizer state too: 12 bytes, not 8": ((2, 2, 8), (3, 2, 1)),
-    "The optimizer state is missing: 12 bytes for each parameter of the shard": ((2, 2, 0), (3, 2, 1)),
-    "The gradients are missing: 2 bytes for each parameter": ((2, 0, 12), (3, 2, 1)),
-    "Stage 1 shards the optimizer alone; gradients wait for stage 2": ((2, 2, 12), (3, 1, 1)),
-    "Stage 2 shards gradients and stage 3 weights, not the other way": ((2, 2, 12), (2, 3, 1)),
-    "Stage 3 shards the weights as well": ((2, 2, 12), (4, 2, 1)),
-    "Stage 2 leaves the weights in full": ((2, 2, 12), (2, 2, 1)),
-}
+_SLIPS_OF_HELD: list[tuple[str, tuple[int, int, int], tuple[int, int, int]]] = [
+    ("Gradients have 16 bits here: 2 bytes, not 4", (2, 4, 12), (3, 2, 1)),
+    ("Weights have 16 bits, and their fp32 copy is in the 12 bytes of the optimizer", (4, 2, 12), (3, 2, 1)),
+    ("The master weights are optimizer state too: 12 bytes, not 8", (2, 2, 8), (3, 2, 1)),
+    ("The optimizer state is missing: 12 bytes for each parameter of the shard", (2, 2, 0), (3, 2, 1)),
+    ("The gradients are missing: 2 bytes for each parameter", (2, 0, 12), (3, 2, 1)),
+    ("Stage 1 shards the optimizer alone; gradients wait for stage 2", (2, 2, 12), (3, 1, 1)),
+    ("Stage 2 shards gradients and stage 3 weights, not the other way", (2, 2, 12), (2, 3, 1)),
+    ("Stage 3 shards the weights as well", (2, 2, 12), (4, 2, 1)),
+    ("Stage 2 leaves the weights in full", (2, 2, 12), (2, 2, 1)),
+]
 
 
 def _judge_held(held: list, choices: list[StageChoice], case: Job, text: str) -> None:
@@ -504,130 +487,124 @@ def _judge_held(held: list, choices: list[StageChoice], case: Job, text: str) ->
     if not wrong:
         return
     own, got, first = shard_size(params, ranks), [float(value) for value in held], wrong[0]
+    where = f"stage {first}; {text}"
 
     def slip(each: tuple[int, ...], first: tuple[int, ...], part: float = own) -> list[float]:
         return [sum(b * (part if k >= f else params) for b, f in zip(each, first, strict=True)) for k in range(4)]
 
-    if all(close(a, choice.held / 1e9, rel=1e-3) for a, choice in zip(got, choices, strict=True)):
-        raise Wrong(f"Return bytes, not GB ({text}).")
-    for what, of in (
+    in_gb = all(close(a, choice.held / 1e9, rel=1e-3) for a, choice in zip(got, choices, strict=True))
+    refuse(text, ("Return bytes, not GB", in_gb))
+    together = [
         ("That is what all ranks hold together; asked is one rank", [ranks * c.held for c in choices]),
         ("These are the states alone, without activations", [c.held + activations for c in choices]),
-    ):
-        if got == of:
-            raise Wrong(f"{what} (stage {first}; {text}).")  # fmt: skip
-    of_parts = {
-        "A shard is a whole number of parameters, rounded up: the padding is held too": params / ranks,
-        "Rounded down, the last parameters belong to nobody: a shard is rounded up": params // ranks,
-    }
-    slips = {why: slip((2, 2, 12), (3, 2, 1), part) for why, part in of_parts.items()}
-    slips |= {why: slip(*how) for why, how in _SLIPS_OF_HELD.items()}
-    for stages in (range(4), [first]):  # a mistake explains all stages, or failing that the first that is wrong
-        for why, values in slips.items():
-            if all(got[k] == values[k] for k in stages):
-                raise Wrong(f"{why} (stage {first}; {text}).")
+    ]
+    slips = [
+        ("A shard is a whole number of parameters, rounded up: the padding is held too",
+         slip((2, 2, 12), (3, 2, 1), params / ranks)),
+        ("Rounded down, the last parameters belong to nobody: a shard is rounded up",
+         slip((2, 2, 12), (3, 2, 1), params // ranks)),
+        *((why, slip(*how)) for why, *how in _SLIPS_OF_HELD),
+    ]  # fmt: skip
+    recognize(got, where, together + slips)  # a mistake explains all stages, or failing that the first that is wrong
+    recognize(got[first], where, [(why, values[first]) for why, values in slips], lambda a, b: a == b)
     raise Wrong(f"Stage {first} holds {choices[first].held:,} bytes, not {got[first]:,.0f} ({text}).")
 
 
-def _explain_fit(choice: StageChoice, case: Job, text: str) -> None:
+def _explain_fit(choice: StageChoice, case: Job, text: str) -> NoReturn:
     stage, budget, need = choice.stage, case[4], choice.held + case[3]
-    if choice.micro_batches is None:
-        raise Wrong(f"Stage {stage} holds {choice.held:,} of {budget:,} bytes, and one sequence needs {case[3]:,} more: it does "
-                    f"not fit, and the entry of `micro_batches` is None ({text}).")  # fmt: skip
     exactly = "exactly " if need == budget else ""
-    raise Wrong(f"Stage {stage} fits: states and one sequence need {need:,} bytes, {exactly}what the budget of {budget:,} "
-                f"has ({text}).")  # fmt: skip
+    refuse(
+        text,
+        (f"Stage {stage} holds {choice.held:,} of {budget:,} bytes, and one sequence needs {case[3]:,} more: it does not fit, "
+         "and the entry of `micro_batches` is None", choice.micro_batches is None),
+        (f"Stage {stage} fits: states and one sequence need {need:,} bytes, {exactly}what the budget of {budget:,} has", True),
+    )  # fmt: skip
 
 
-def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], case: Job, text: str) -> None:
+def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], case: Job, text: str) -> NoReturn:
     _, ranks, sequences, activations, budget = case
     got, room, own = float(row[choice.stage]), budget - choice.held, sequences // ranks
     fit = room // activations
     even = {
         c.stage: next(m for m in range(c.micro_batches, own + 1) if own % m == 0) for c in choices if c.micro_batches
     }
-    if all(not _nothing(row[k]) and float(row[k]) == m for k, m in even.items()):
-        raise Wrong(
-            f"Micro-batches need not be equal: the last one of a step may be smaller (stage {choice.stage}; {text})."
-        )
-    for wrong, why in (
-        (own // fit, "The sequences that are left over need a micro-batch too: round up"),
-        (own / fit, "The sequences that are left over need a micro-batch too: round up"),
-        (-(-sequences // fit), f"The sequences of a step are those of all ranks: this one has {own} of them"),
-        (fit, "That is how many sequences a micro-batch has; asked is how many micro-batches the step needs"),
+    where, left_over = (
+        f"stage {choice.stage}; {text}",
+        "The sequences that are left over need a micro-batch too: round up",
+    )
+    refuse(where, ("Micro-batches need not be equal: the last one of a step may be smaller",
+                   all(not _nothing(row[k]) and float(row[k]) == m for k, m in even.items())))  # fmt: skip
+    slips = [
+        (left_over, own // fit),
+        (left_over, own / fit),
+        (f"The sequences of a step are those of all ranks: this one has {own} of them", -(-sequences // fit)),
+        ("That is how many sequences a micro-batch has; asked is how many micro-batches the step needs", fit),
         (
-            -(-own // (budget // activations)),
             "The states take their part of the budget first; activations get the rest",
+            -(-own // (budget // activations)),
         ),
-        (own, "That is one sequence at a time: as many as fit go through together"),
-        (-(-own // max(1, (room - 1) // activations)), "A micro-batch that fills the room to the last byte fits"),
-        (own * activations / room, "Micro-batches are counted in whole sequences: floor what fits, then round up"),
-        (-(-own * activations // room), "Whole sequences fit, not parts of one: floor what fits before you divide"),
-        (1, "Not all sequences of a rank fit at once: activations of one micro-batch must fit beside the states"),
-    ):
-        if got == wrong:
-            raise Wrong(f"{why} (stage {choice.stage}; {text}).")
+        ("That is one sequence at a time: as many as fit go through together", own),
+        ("A micro-batch that fills the room to the last byte fits", -(-own // max(1, (room - 1) // activations))),
+        ("Micro-batches are counted in whole sequences: floor what fits, then round up", own * activations / room),
+        ("Whole sequences fit, not parts of one: floor what fits before you divide", -(-own * activations // room)),
+        ("Not all sequences of a rank fit at once: activations of one micro-batch must fit beside the states", 1),
+    ]
+    recognize(got, where, slips, lambda a, b: a == b)
     raise Wrong(f"Stage {choice.stage} has room for {fit} of this rank's {own} sequences at once, which makes "
                 f"{choice.micro_batches} micro-batches, not {got:g} ({text}).")  # fmt: skip
 
 
-#: Units of psi (N-1)/N values that each stage sends with m micro-batches, as the mistakes count them.
-_SLIPS: dict[str, Callable[[int, int], float]] = {
-    "DDP keeps a full gradient (`no_sync`) and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
-        2 * m if k == 0 else _units(k, m)),
-    "DDP keeps a full gradient and reduces it once a step: its all-gather is one of gradients, and as rare": lambda k, m: (
-        m + 1 if k == 0 else _units(k, m)),
-    "Stage 1 keeps a full gradient and reduces it once a step, however many micro-batches it adds up": lambda k, m: (
-        m + 1 if k == 1 else _units(k, m)),
-    "Stage 1 reduces its gradient and gathers its weights once a step, not in every micro-batch": lambda k, m: (
-        2 * m if k == 1 else _units(k, m)),
-    "What keeps full gradients reduces them once a step: DDP and stage 1 do not send in every micro-batch": lambda k, m: (
-        (2 * m, m + 1, m + 1, 3 * m)[k]),
-    "Only what has no room for full weights or gradients sends in every micro-batch: stages 0 and 1 send once": lambda k, m: (
-        (2 * m, 2 * m, 2 * m, 3 * m)[k]),
-    "Stage 2 gathers its updated weights once, after the last micro-batch": lambda k, m: 2 * m if k == 2 else _units(k, m),
-    "Stage 2 has no room for a full gradient: it reduces after every micro-batch": lambda k, m: 2 if k == 2 else _units(k, m),
-    "Stage 3 has three transfers: weights for forward, weights for backward, gradients": lambda k, m: (
-        2 * m if k == 3 else _units(k, m)),
-    "Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up": lambda k, m: (
-        2 * m + 1 if k == 3 else _units(k, m)),
-    "Stage 3 has three transfers: a rank gets its shard of the gradient from a reduce-scatter, no all-reduce": lambda k, m: (
-        4 * m if k == 3 else _units(k, m)),
-    "Stage 3 releases the weights after use, and gathers them again in every micro-batch": lambda k, m: (
-        3 if k == 3 else _units(k, m)),
-    "Stage 3 gathers in every micro-batch, not once a step": lambda k, m: m + 2 if k == 3 else _units(k, m),
-    "Accumulation is not free: stage 2 reduces, and stage 3 gathers and reduces, in every micro-batch": lambda k, m: (
-        (2, 2, 2, 3)[k]),
-    "Stages 1 and 2 have no third transfer: the all-gather of weights replaces that of gradients": lambda k, m: (
-        _units(k, m) + (k in (1, 2))),
-    "No stage but 3 sends more than DDP: a gather of updated weights replaces that of gradients": lambda k, m: (
-        (2, 3, 3, 4)[k]),
-    "After a step of stage 3 nothing is gathered: the next forward does it anyway": lambda k, m: _units(k, m) + (k == 3),
-    "An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4": lambda k, m: _units(k, m) + 2 * (k == 0),
-}  # fmt: skip
+def _units(stage: int, m: int) -> int:
+    """Return what a stage sends with m micro-batches, in units of psi (N-1)/N values."""
+    return (2, 2, m + 1, 3 * m)[stage]
+
+
+def _in(stage: int, units: Callable[[int], float]) -> Callable[[int, int], float]:
+    """Return the units of somebody who counts one stage otherwise."""
+    return lambda k, m: units(m) if k == stage else _units(k, m)
+
+
+_Units = Callable[[int, int], float]
+_SLIPS: list[tuple[str, _Units]] = [
+    ("DDP keeps a full gradient (`no_sync`) and reduces it once a step, not in every micro-batch",
+     _in(0, lambda m: 2 * m)),
+    ("DDP keeps a full gradient: both halves of its all-reduce come once a step", _in(0, lambda m: m + 1)),
+    ("Stage 1 keeps a full gradient and reduces it once a step, not in every micro-batch", _in(1, lambda m: m + 1)),
+    ("Stage 1 reduces its gradient and gathers its weights once a step, not in every micro-batch", _in(1, lambda m: 2 * m)),
+    ("What keeps full gradients reduces them once a step: DDP and stage 1 do not send in every micro-batch",
+     lambda k, m: (2 * m, m + 1, m + 1, 3 * m)[k]),
+    ("Only what has no room for full weights or gradients sends in every micro-batch: stages 0 and 1 send once",
+     lambda k, m: (2 * m, 2 * m, 2 * m, 3 * m)[k]),
+    ("Stage 2 gathers its updated weights once, after the last micro-batch", _in(2, lambda m: 2 * m)),
+    ("Stage 2 has no room for a full gradient: it reduces after every micro-batch", _in(2, lambda m: 2)),
+    ("Stage 3 has three transfers: weights for forward, weights for backward, gradients", _in(3, lambda m: 2 * m)),
+    ("Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up", _in(3, lambda m: 2 * m + 1)),
+    ("Stage 3 has three transfers: its gradients need a reduce-scatter, no all-reduce", _in(3, lambda m: 4 * m)),
+    ("Stage 3 releases the weights after use, and gathers them again in every micro-batch", _in(3, lambda m: 3)),
+    ("Stage 3 gathers in every micro-batch, not once a step", _in(3, lambda m: m + 2)),
+    ("Accumulation is not free: stages 2 and 3 send in every micro-batch", lambda k, m: (2, 2, 2, 3)[k]),
+    ("Stages 1 and 2 have no third transfer: weights are gathered, not gradients",
+     lambda k, m: _units(k, m) + (k in (1, 2))),
+    ("No stage but 3 sends more than DDP: weights are gathered, not gradients", lambda k, m: (2, 3, 3, 4)[k]),
+    ("After a step of stage 3 nothing is gathered: the next forward does it anyway", _in(3, lambda m: 3 * m + 1)),
+    ("An all-reduce is a reduce-scatter and an all-gather: 2 psi in all, not 4", _in(0, lambda m: 4)),
+]  # fmt: skip
 
 #: Those that no stage escapes; of one stage alone such a number says nothing.
-_SLIPS_OF_ALL: dict[str, Callable[[int, int], float]] = {
-    "Gradients and weights have 2 bytes here, not 4": lambda k, m: 2 * _units(k, m),
-    "Gradients are sent in 16 bits: 2 bytes a value, not 4": lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k],
-    "These are values; each has 2 bytes": lambda k, m: _units(k, m) / 2,
-}
-
-
-def _units(stage: int, m: int) -> int:
-    return (2, 2, m + 1, 3 * m)[stage]
+_SLIPS_OF_ALL: list[tuple[str, _Units]] = [
+    ("Gradients and weights have 2 bytes here, not 4", lambda k, m: 2 * _units(k, m)),
+    ("Gradients are sent in 16 bits: 2 bytes a value, not 4", lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k]),
+    ("These are values; each has 2 bytes", lambda k, m: _units(k, m) / 2),
+]
 
 
 def _judge_sent(sent: list, choices: list[StageChoice], case: Job, text: str) -> None:
     params, ranks = case[:2]
-    unit = 2 * params * (ranks - 1) / ranks
-    wrong = {}
+    unit, wrong = 2 * params * (ranks - 1) / ranks, {}
     for choice, value in zip(choices, sent, strict=True):
         if choice.sent is None:
-            if not _nothing(value):
-                raise Wrong(
-                    f"In stage {choice.stage} nothing fits, so nothing is sent: its entry of `sent` is None ({text})."
-                )
+            refuse(text, (f"In stage {choice.stage} nothing fits, so nothing is sent: its entry of `sent` is None",
+                          not _nothing(value)))  # fmt: skip
         elif _nothing(value) or not (close(value, choice.sent) or abs(float(value) - choice.sent) < 1):  # a whole byte
             wrong[choice.stage] = math.nan if _nothing(value) else float(value) / unit
     if not wrong:
@@ -635,24 +612,20 @@ def _judge_sent(sent: list, choices: list[StageChoice], case: Job, text: str) ->
     fits = {choice.stage: choice.micro_batches for choice in choices if choice.sent is not None}
     got = {stage: wrong.get(stage, _units(stage, m)) for stage, m in fits.items()}
     first = min(wrong)
-    case_ = f"stage {first}, {fits[first]} micro-batches; {text}"
-    for part, why in {
-        ranks / (ranks - 1): "A rank has its own shard already and need not send it to itself: times (N-1)/N",
-        1 / (ranks - 1): "That is one of the N - 1 steps of the ring: each of them sends a shard",
-        ranks: "That is what all ranks send together; asked is one rank",
-        1 / unit: "Those are units of psi (N-1)/N values; asked are bytes",
-        1e-9: "Those are GB; asked are bytes",
-        shard_size(params, ranks)
-        * ranks
-        / params: "The padding counts in what a rank holds; what it sends is asked without",
-    }.items():
-        if all(_same(got[k], part * _units(k, m)) for k, m in fits.items()):
-            raise Wrong(f"{why} ({case_}).")
+    padded = shard_size(params, ranks) * ranks / params
+    parts = [
+        ("A rank has its own shard already and need not send it to itself: times (N-1)/N", ranks / (ranks - 1)),
+        ("That is one of the N - 1 steps of the ring: each of them sends a shard", 1 / (ranks - 1)),
+        ("That is what all ranks send together; asked is one rank", ranks),
+        ("Those are units of psi (N-1)/N values; asked are bytes", 1 / unit),
+        ("Those are GB; asked are bytes", 1e-9),
+        ("The padding counts in what a rank holds; what it sends is asked without", padded),
+    ]
+    in_all = [(why, lambda k, m, part=part: part * _units(k, m)) for why, part in parts] + _SLIPS + _SLIPS_OF_ALL
     # A mistake explains all stages, or failing that the first that is wrong.
-    for stages, slips in ((list(fits), _SLIPS | _SLIPS_OF_ALL), ([first], _SLIPS)):
-        for why, units in slips.items():
-            if all(_same(got[k], units(k, fits[k])) for k in stages):
-                raise Wrong(f"{why} ({case_}).")
+    for stages, slips in ((list(fits), in_all), ([first], _SLIPS)):
+        shown = [(why, all(_same(got[k], units(k, fits[k])) for k in stages)) for why, units in slips]
+        refuse(f"stage {first}, {fits[first]} micro-batches; {text}", *shown)
     raise Wrong(f"In stage {first} a rank sends {choices[first].sent:,.0f} bytes in {fits[first]} micro-batches, not "
                 f"{wrong[first] * unit:,.0f} ({text}).")  # fmt: skip
 
@@ -664,25 +637,24 @@ def _same(a: float, b: float) -> bool:
 def _judge_best(got: object, sent: list, choices: list[StageChoice], text: str) -> None:
     best = least_sent(choices)
     fits = {choice.stage: choice for choice in choices if choice.sent is not None}
-    got = None if _nothing(got) else got
-    if got is None and best is None:
-        return
-    if best is None:
-        raise Wrong(f"In no stage does one sequence fit beside the states. Then `best` is None ({text}).")
-    if got is None:
-        raise Wrong(f"`best` is None, but stage {best} fits ({text}).")
-    stage = whole(got, "`best`")
+    stage = None if _nothing(got) else whole(got, "`best`") if best is not None else -1
     if stage == best:
         return
-    if stage not in fits:
-        raise Wrong(f"Stage {stage} does not fit ({text}).")
+    refuse(
+        text,
+        ("In no stage does one sequence fit beside the states. Then `best` is None", best is None),
+        (f"`best` is None, but stage {best} fits", stage is None),
+        (f"Stage {stage} does not fit", stage not in fits),
+    )
     mine, other = fits[stage], fits[best]
-    if close(mine.sent, other.sent, rel=1e-9):
-        if sent[stage] != sent[best]:
-            return  # the last bits of the answer's own numbers decided, and they have no meaning
-        raise Wrong(f"Stages {best} and {stage} send the same; take the lower one ({text}).")
-    if stage < best:
-        raise Wrong(f"Stage {stage} fits, but not the lowest that fits is asked: stage {best} has room for larger "
-                    f"micro-batches, {other.micro_batches} instead of {mine.micro_batches} in a step, and sends "
-                    f"{other.sent / mine.sent:.2f} times as much ({text}).")  # fmt: skip
-    raise Wrong(f"Stage {stage} fits, but sends {mine.sent / other.sent:.2f} times as much as stage {best} ({text}).")
+    equal = close(mine.sent, other.sent, rel=1e-9)
+    if equal and sent[stage] != sent[best]:
+        return  # the last bits of the answer's own numbers decided, and they have no meaning
+    refuse(
+        text,
+        (f"Stages {best} and {stage} send the same; take the lower one", equal),
+        (f"Stage {stage} fits, but not the lowest that fits is asked: stage {best} has room for larger micro-batches, "
+         f"{other.micro_batches} instead of {mine.micro_batches} in a step, and sends {other.sent / mine.sent:.2f} times as "
+         "much", stage < best),
+        (f"Stage {stage} fits, but sends {mine.sent / other.sent:.2f} times as much as stage {best}", True),
+    )  # fmt: skip

@@ -16,14 +16,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from lablib.calc.parallel import TimedUnit, fsdp_step, fsdp_traffic, peak_held_bytes
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, some
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, refuse, some
 from lablib.launch.fsdp import forecast, tied_parameters, wrap_units
 from lablib.launch.ranks import Endless, Turns
 from lablib.toys.transformer import Transformer, tiny_config
@@ -37,18 +37,10 @@ _COUNTS = ("all_gathers", "reduce_scatters", "gathered", "reduced")
 
 
 def _counted(root: int, units: list[int], reshard: bool, micro_batches: int, sync_every: bool) -> dict[str, int]:
-    traffic = fsdp_traffic(
-        [root, *units],
-        2,
-        reshard=reshard,
-        micro_batches=micro_batches,
-        sync_every=sync_every,
-        param_bytes=1,
-        reduce_bytes=1,
-    )
-    calls, values = traffic.calls, traffic.bytes
-    numbers = (calls["all_gather"], calls["reduce_scatter"], values["all_gather"], values["reduce_scatter"])
-    return dict(zip(_COUNTS, numbers, strict=True))
+    how = {"reshard": reshard, "micro_batches": micro_batches, "sync_every": sync_every}
+    traffic = fsdp_traffic([root, *units], 2, **how, param_bytes=1, reduce_bytes=1)
+    found = [each[kind] for each in (traffic.calls, traffic.bytes) for kind in ("all_gather", "reduce_scatter")]
+    return dict(zip(_COUNTS, found, strict=True))
 
 
 @check(
@@ -68,9 +60,7 @@ def count_collectives(answer: Callable[..., dict[str, int]], seed: int = 66) -> 
         flags = (dice.random() < 0.5, dice.randint(1, 8), dice.random() < 0.5)
         cases.append((2 * dice.randint(1, 10**6), units, *flags))
     for case in cases:
-        got, right = answer(case[0], list(case[1]), *case[2:]), _counted(*case)
-        if not isinstance(got, Mapping) or not set(_COUNTS) <= set(got):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_COUNTS)}.")
+        got, right = by_name(answer(case[0], list(case[1]), *case[2:]), *_COUNTS), _counted(*case)
         for name in _COUNTS:
             if not close(got[name], right[name], rel=0):
                 _explain_count(name, got, *case)
@@ -85,54 +75,51 @@ def _explain_count(
     reshard: bool,
     micro_batches: int,
     sync_every: bool,
-) -> None:
+) -> NoReturn:
     got = float(answer[name])
-    case = (f"root={root:,}, units={some(units)}, reshard={reshard}, micro_batches={micro_batches}, "
-            f"sync_every={sync_every}")  # fmt: skip
-    truth = _counted(root, units, reshard, micro_batches, sync_every)[name]
-    if name in ("gathered", "reduced") and got in (4 * truth, truth / 2, 2 * truth):
-        raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
+    how = f"reshard={reshard}, micro_batches={micro_batches}, sync_every={sync_every}"
+    case = f"root={root:,}, units=[{some(units)}], {how}"
     other = partial(_counted, root, units)
+    truth, several = other(reshard, micro_batches, sync_every), micro_batches > 1
+    right = truth[name]
+    if name in ("gathered", "reduced") and got in (4 * right, right / 2, 2 * right):
+        raise Wrong(f"Count the values in the whole arrays: not bytes, and not the part that a ring sends ({case}).")
     if name in ("all_gathers", "gathered"):
-        once = 1 if name == "all_gathers" else root
-        values = other(reshard, micro_batches, sync_every)["gathered"]
+        counts, once = name == "all_gathers", 1 if name == "all_gathers" else root
+        one_less = counts and got == right - micro_batches
 
         def lacks(size: int) -> bool:
             """Say whether a message of this size is missing in each micro-batch; the count alone cannot tell which."""
-            counted = name == "gathered" or got == truth - micro_batches
-            return counted and close(answer["gathered"], values - micro_batches * size, rel=0)
+            return (one_less or not counts) and close(
+                answer["gathered"], truth["gathered"] - micro_batches * size, rel=0
+            )
 
-        if got == other(not reshard, micro_batches, sync_every)[name]:
-            raise Wrong("A unit that was freed after forward is gathered again in backward, one that was kept is not "
-                        f"({case}).")  # fmt: skip
-        if got == truth + micro_batches * once:
-            raise Wrong(f"The root is not freed after forward: backward starts with it ({case}).")
-        if reshard and units and lacks(units[-1]):
-            raise Wrong("The last unit is needed first in backward, but FSDP frees it like the others: only the root "
-                        f"is kept ({case}).")  # fmt: skip
-        if micro_batches > 1 and got == other(reshard, 1, True)[name]:
-            raise Wrong("Every micro-batch gathers again: weights are freed after each backward, whether or not "
-                        f"gradients are reduced ({case}).")  # fmt: skip
-        if lacks(root) or (name == "all_gathers" and not reshard and got == truth - micro_batches):
-            raise Wrong(f"The root has weights too: it is gathered once in each micro-batch ({case}).")
-        if micro_batches > 1 and got == truth - (micro_batches - 1) * once:
-            raise Wrong("The root is kept from forward to backward only: then it is freed like the others, and the next "
-                        f"micro-batch gathers it again ({case}).")  # fmt: skip
-        if name == "all_gathers" and got == truth - micro_batches:
-            raise Wrong("A message is missing in each micro-batch: the root is gathered once, and the last unit is freed "
-                        f"after forward like the others ({case}).")  # fmt: skip
-        raise Wrong(f"`{name}` is {truth:,}, not {got:,.0f}: write down which units are gathered in forward, and which "
-                    f"again in backward, one message each ({case}).")  # fmt: skip
-    if micro_batches > 1 and got == other(reshard, micro_batches, not sync_every)[name]:
-        raise Wrong(
-            f"Gradients are reduced after every backward, or, without sync_every, after the last one only ({case})."
-        )
-    if got == truth - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1):
-        raise Wrong(f"The root has gradients too, and one reduce-scatter of its own ({case}).")
-    if got == 2 * truth:
-        raise Wrong(f"Gradients exist in backward only: one reduce-scatter for each unit, not two ({case}).")
-    raise Wrong(f"`{name}` is {truth:,}, not {got:,.0f}: each unit and the root have one reduce-scatter a backward "
-                f"that reduces ({case}).")  # fmt: skip
+        refuse(
+            case,
+            ("A unit that was freed after forward is gathered again in backward, one that was kept is not",
+             got == other(not reshard, micro_batches, sync_every)[name]),
+            ("The root is not freed after forward: backward starts with it", got == right + micro_batches * once),
+            ("The last unit is needed first in backward, but FSDP frees it like the others: only the root is kept",
+             lambda: reshard and units and lacks(units[-1])),
+            ("Every micro-batch gathers again: weights are freed after each backward, whether or not gradients are reduced",
+             several and got == other(reshard, 1, True)[name]),
+            ("The root is gathered too, once in each micro-batch", lambda: lacks(root) or (one_less and not reshard)),
+            ("The root is kept from forward to backward only: then it is freed like the others, and the next micro-batch "
+             "gathers it again", several and got == right - (micro_batches - 1) * once),
+            ("A message is missing in each micro-batch: the root is gathered once, and the last unit is freed after forward "
+             "like the others", one_less),
+            (f"`{name}` is {right:,}, not {got:,.0f}: write down which units are gathered in forward, and which again in "
+             "backward, one message each", True),
+        )  # fmt: skip
+    refuse(
+        case,
+        ("Gradients are reduced after every backward, or, without sync_every, after the last one only",
+         several and got == other(reshard, micro_batches, not sync_every)[name]),
+        ("The root has gradients too, and one reduce-scatter of its own",
+         got == right - (root if name == "reduced" else 1) * (micro_batches if sync_every else 1)),
+        ("Gradients exist in backward only: one reduce-scatter for each unit, not two", got == 2 * right),
+        (f"`{name}` is {right:,}, not {got:,.0f}: each unit and the root reduce once a backward that reduces", True),
+    )  # fmt: skip
 
 
 # --- units by size ------------------------------------------------------------------------------------------
@@ -159,7 +146,9 @@ def _tied_layers() -> nn.Sequential:
     return nn.Sequential(first, second)
 
 
-def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
+@cache
+def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int, list[tuple[str, nn.Module]]]]:
+    """Return models in words and as they are, a least number of values, and the units of it."""
     dice = random.Random(seed)
     with torch.device("meta"):  # shapes are enough
         model = Transformer(tiny_config("llama", num_layers=3, hidden=64))
@@ -167,22 +156,19 @@ def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
         mixture = nn.Sequential(_Mixture(), nn.Linear(9, 10))
         trees = [_random_tree(dice) for _ in range(12)]
         tied = Transformer(tiny_config("gpt2", num_layers=2, hidden=32))
-        pair = nn.Sequential(nn.Sequential(_tied_layers(), nn.Linear(9, 10)), nn.Linear(9, 30))
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    cases = [("two layers of 100 and one of 300", by_hand, least) for least in (100, 150, 250, 400)]
-    cases += [("40 values beside a list of three layers of 100", mixture, least) for least in (150, 320)]
-    cases += [("the Transformer of this lab", model, least) for least in (block // 8, block // 2, block, 2 * block)]
-    cases += [
-        ("a tied pair of 100 and a layer of 100 beside one of 300", pair, least) for least in (100, 150, 250, 400)
-    ]
-    table = tied.embed.weight.numel()
-    cases += [
-        ("a Transformer whose embedding and head are tied", tied, least) for least in (table // 3, table, 2 * table)
+        twins = nn.Sequential(nn.Sequential(_tied_layers(), nn.Linear(9, 10)), nn.Linear(9, 30))
+    block, table = sum(p.numel() for p in model.blocks[0].parameters()), tied.embed.weight.numel()
+    leasts = [
+        ("two layers of 100 and one of 300", by_hand, (100, 150, 250, 400)),
+        ("40 values beside a list of three layers of 100", mixture, (150, 320)),
+        ("the Transformer of this lab", model, (block // 8, block // 2, block, 2 * block)),
+        ("a tied pair of 100 and a layer of 100 beside one of 300", twins, (100, 150, 250, 400)),
+        ("a Transformer whose embedding and head are tied", tied, (table // 3, table, 2 * table)),
     ]
     for number, tree in enumerate(trees):
-        most = sum(p.numel() for p in tree.parameters())
-        cases.append((f"random model {number}", tree, dice.randint(20, most)))
-    return cases
+        leasts.append((f"random model {number}", tree, (dice.randint(20, sum(p.numel() for p in tree.parameters())),)))
+    cases = [(what, tree, least) for what, tree, several in leasts for least in several]
+    return [(what, tree, least, wrap_units(tree, f"size:{least}")) for what, tree, least in cases]
 
 
 @check(
@@ -194,47 +180,51 @@ def _unit_cases(seed: int) -> list[tuple[str, nn.Module, int]]:
 def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) -> str:
     """Judge `units_by_size(model, least)` by hand, on the lab's model, and on random trees."""
     cases = _unit_cases(seed)
-    for what, model, least in cases:
-        _judge_units(answer(model, least), what, model, least)
+    for what, model, least, units in cases:
+        _judge_units(answer(model, least), model, least, [name for name, _ in units], f"{what}, least {least:,}")
     return f"{len(cases)} models and sizes, inner units before outer ones."
 
 
-def _judge_units(original: object, what: str, model: nn.Module, least: int) -> None:
-    case = f"{what}, least {least:,}"
+def _judge_units(original: object, model: nn.Module, least: int, right: list[str], case: str) -> None:
     got = numbers(original, "What you return")
-    if not all(isinstance(name, str) for name in got):
-        raise Wrong("Return a list of module names, such as `blocks.0.mlp`.")
-    if isinstance(original, set | frozenset):
-        raise Wrong("A set has no order, and `fully_shard` needs inner modules before outer ones: return a list.")
-    if "" in got:
-        raise Wrong("The root is a unit anyway, and gets what is left: don't return its name, the empty one.")
+    refuse(
+        "",
+        ("Return a list of module names, such as `blocks.0.mlp`", not all(isinstance(name, str) for name in got)),
+        ("A set has no order, and `fully_shard` needs inner modules before outer ones: return a list",
+         isinstance(original, set | frozenset)),
+        ("The root is a unit anyway, and gets what is left: don't return its name, the empty one", "" in got),
+    )  # fmt: skip
+    if got == right:
+        return
     modules = dict(model.named_modules())
     if strangers := [name for name in got if name not in modules]:
         raise Wrong(f"The model has no module {strangers[0]!r}: a name is the whole path from the root, with dots between "
                     f"its parts and none in front ({case}).")  # fmt: skip
-    if lists := [name for name in got if isinstance(modules[name], nn.ModuleList)]:
-        raise Wrong(f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it ({case}).")
-    if len(set(got)) < len(got):
-        raise Wrong(f"A module is in the list twice; a name is the whole path from the root ({case}).")
-    for names in tied_parameters(model):
-        if torn := [unit for unit in got if 0 < sum(name.startswith(f"{unit}.") for name in names) < len(names)]:
-            raise Wrong(f"{torn[0]!r} has one of {' and '.join(names)}, which are one parameter: it belongs to one unit, and "
-                        f"torch stops; leave it open for the module around both ({case}).")  # fmt: skip
+    lists = [name for name in got if isinstance(modules[name], nn.ModuleList)]
+    torn = [
+        (unit, names) for names in tied_parameters(model) for unit in got
+        if 0 < sum(name.startswith(f"{unit}.") for name in names) < len(names)
+    ]  # fmt: skip
     own = _own_parameters(model, got)
-    if small := [name for name in got if own[name] < least]:
-        raise Wrong(f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units "
-                    f"already and do not count again ({case}).")  # fmt: skip
-    right = [name for name, _ in wrap_units(model, f"size:{least}")]
-    if missing := [name for name in right if name not in got]:
-        open_ = _own_parameters(model, right)[missing[0]]
-        raise Wrong(f"{missing[0]!r} has {open_:,} open parameters, its own and what its children leave, lists too, and is no "
-                    f"unit: close one as soon as there are {least:,}, from the inside to the outside ({case}).")  # fmt: skip
-    if extra := [name for name in got if name not in right]:
-        raise Wrong(f"{extra[0]!r} is a unit too early or too late: count from the inside to the outside ({case}).")
-    for place, name in enumerate(got):
-        if inner := [other for other in got[place + 1 :] if other.startswith(f"{name}.")]:
-            raise Wrong(f"{name!r} comes before {inner[0]!r}, which lies inside it: `fully_shard(outer)` would take the "
-                        f"inner parameters first ({case}).")  # fmt: skip
+    small = [name for name in got if own[name] < least]
+    missing = [name for name in right if name not in got]
+    inside = [(name, other) for i, name in enumerate(got) for other in got[i + 1 :] if other.startswith(f"{name}.")]
+    extra = [name for name in got if name not in right]
+    refuse(
+        case,
+        (lambda: f"{lists[0]!r} is an nn.ModuleList: it has no forward, so nothing would gather it", lists),
+        ("A module is in the list twice; a name is the whole path from the root", len(set(got)) < len(got)),
+        (lambda: f"{torn[0][0]!r} has one of {' and '.join(torn[0][1])}, which are one parameter: it belongs to one unit, and "
+         "torch stops; leave it open for the module around both", torn),
+        (lambda: f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units already "
+         "and do not count again", small),
+        (lambda: f"{missing[0]!r} has {_own_parameters(model, right)[missing[0]]:,} open parameters, its own and what its "
+         f"children leave, lists too, and is no unit: close one as soon as there are {least:,}, from the inside to the "
+         "outside", missing),
+        (lambda: f"{extra[0]!r} is a unit too early or too late: count from the inside to the outside", extra),
+        (lambda: "{!r} comes before {!r}, which lies inside it: `fully_shard(outer)` would take the inner parameters first"
+         .format(*inside[0]), inside),
+    )  # fmt: skip
 
 
 def _own_parameters(model: nn.Module, units: list[str]) -> dict[str, int]:
@@ -394,53 +384,51 @@ def _on_disk(files: Files, ranks: int) -> set[int]:
 
 def _judge_disk(files: Files, ranks: int, lost: set[int]) -> None:
     found = _published(files)
-    if early := [folder for folder in found if folder not in ("step-40", "step-50")]:
-        raise Wrong(f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write "
-                    "into it. Give the folder that you write aside another kind of name.")  # fmt: skip
-    if not found:
-        raise Wrong("There is a moment without any checkpoint: the old one must stay until the new one is published.")
+    early = [folder for folder in found if folder not in ("step-40", "step-50")]
+    refuse(
+        "",
+        (lambda: f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write into it. "
+         "Give the folder that you write aside another kind of name", early),
+        ("There is a moment without any checkpoint: the old one must stay until the new one is published", not found),
+    )  # fmt: skip
     for folder, content in found.items():
-        if _TORN in content.values():
-            raise Wrong(f"There is a moment when {folder} is visible and a file in it is half written. Write aside, "
-                        "then rename.")  # fmt: skip
-        absent = [r for r in range(ranks) if f"rank-{r}" not in content]
-        missing = [f"rank-{r}" for r in absent]
+        absent = [rank for rank in range(ranks) if f"rank-{rank}" not in content]
+        missing = f"rank-{absent[0]}" if absent else ""
         strangers = [name for name in content if not name.removeprefix("rank-").isdigit()]
-        if missing and strangers:
-            raise Wrong(f"{folder} holds {strangers[0]!r}, and the file of a rank is called {missing[0]!r}.")
-        if lost & set(absent):
-            raise Wrong(f"{folder} is published without {missing[0]}, which was written and then removed again: what a "
-                        "crash has left must be cleared before anybody writes.")  # fmt: skip
-        if missing:
-            raise Wrong(f"There is a moment when {folder} is visible without {missing[0]}. It may be published only "
-                        "when every rank has written.")  # fmt: skip
+        refuse(
+            "",
+            (f"There is a moment when {folder} is visible and half written. Write aside, then rename",
+             _TORN in content.values()),
+            (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}", missing and strangers),
+            (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
+             "be cleared before anybody writes", lost & set(absent)),
+            (f"There is a moment when {folder} is visible without {missing}. It may be published only when every rank has "
+             "written", absent),
+        )  # fmt: skip
 
 
 def _judge_end(found: dict[str, Files], ranks: int) -> None:
     if "step-50" not in found:
         raise Wrong("All ranks have returned, and there is no folder step-50: nobody published it.")
     content = found["step-50"]
-    shards = [
-        name for name in content if name.removeprefix("rank-").isdigit()
-    ]  # another name may be a marker or an index
+    shards = [name for name in content if name.removeprefix("rank-").isdigit()]  # another may be a marker or an index
     if len(shards) > ranks:
         raise Wrong(f"step-50 holds the files of {len(shards)} ranks, and you have {ranks}: the rest comes from a crashed "
                     "job, whose folder nobody cleared.")  # fmt: skip
     for rank in range(ranks):
         state, right = content[f"rank-{rank}"], _state(rank, 50)
-        if not isinstance(state, dict) or "model" not in state:
-            raise Wrong("A rank's file is one dictionary: the keys of `state`, and beside them the key step.")
-        if "optimizer" not in state:
-            raise Wrong(
-                "The optimizer state is not saved: the resumed run starts its moments from zero, without an error."
-            )
-        if "step" not in state:
-            raise Wrong("The step is not saved in the file: the learning rate of the resumed run hangs on it.")
-        if state["model"] != right["model"] or state["optimizer"] != right["optimizer"]:
-            whose = "a crashed job" if state["model"][1] != 50 else "another rank"
-            raise Wrong(f"The file of rank {rank} holds the shard of {whose}.")
-        if state["step"] != 50:
-            raise Wrong("The saved step is not the one that was given.")
+        has = state if isinstance(state, dict) else {}
+        other = has.get("model") != right["model"] or has.get("optimizer") != right["optimizer"]
+        whose = "a crashed job" if other and "model" in has and has["model"][1] != 50 else "another rank"
+        refuse(
+            "",
+            ("A rank's file is one dictionary: the keys of `state`, and beside them the key step", "model" not in has),
+            ("The optimizer state is not saved: the resumed run would start its moments from zero",
+             "optimizer" not in has),
+            ("The step is not saved in the file: the learning rate of the resumed run hangs on it", "step" not in has),
+            (f"The file of rank {rank} holds the shard of {whose}", other),
+            ("The saved step is not the one that was given", has.get("step") != 50),
+        )  # fmt: skip
 
 
 # --- which wrapping -----------------------------------------------------------------------------------------
@@ -486,6 +474,7 @@ class Situation:
     def __init__(self, parts: Mapping[str, int], tied: bool, latency: float, compute: float) -> None:
         self.parts, self.tied, self.latency, self.compute = dict(parts), tied, latency, compute
         self.budget, self.tries = 10**9, 0
+        self._costs: dict[tuple, tuple[int, float]] = {}  # by what was asked; copies of this situation share it
 
     def price(self, units: Sequence[Sequence[str]], reshard: bool = True) -> tuple[int, float]:
         """Return the most bytes that are unsharded at a time, and the seconds of a step."""
@@ -497,12 +486,15 @@ class Situation:
 
     def cost(self, units: Units, reshard: bool) -> tuple[int, float]:
         """Return the price of units in order, which is no try."""
-        inside = {name for unit in units for name in unit}
-        groups = [[name for name in self.parts if name not in inside], *units]
-        timed = [self._timed(str(i), group) for i, group in enumerate(groups)]
-        sizes = [unit.bytes // 2 for unit in timed]
-        held = peak_held_bytes(sizes, _RANKS, reshard=reshard, param_bytes=2, reduce_bytes=2 * _RATIO)
-        return held, fsdp_step(timed, reshard=reshard).seconds
+        key = tuple(map(tuple, units)), reshard
+        if key not in self._costs:
+            inside = {name for unit in units for name in unit}
+            groups = [[name for name in self.parts if name not in inside], *units]
+            timed = [self._timed(str(i), group) for i, group in enumerate(groups)]
+            sizes = [unit.bytes // 2 for unit in timed]
+            held = peak_held_bytes(sizes, _RANKS, reshard=reshard, param_bytes=2, reduce_bytes=2 * _RATIO)
+            self._costs[key] = held, fsdp_step(timed, reshard=reshard).seconds
+        return self._costs[key]
 
     def _timed(self, name: str, group: Sequence[str]) -> TimedUnit:
         size = sum(self.parts[part] for part in group)
@@ -563,9 +555,8 @@ class Situation:
 def _situation(
     layers: int, attention: int, mlp: int, table: int, tied: bool, latency: float, compute: float, budget: object
 ) -> Situation:
-    blocks = {
-        f"blocks.{i}.{part}": size for i in range(layers) for part, size in (("attention", attention), ("mlp", mlp))
-    }
+    sizes = {"attention": attention, "mlp": mlp}
+    blocks = {f"blocks.{i}.{part}": size for i in range(layers) for part, size in sizes.items()}
     made = Situation({"embed": table, **blocks, "head": 0 if tied else table}, tied, latency, compute)
     if isinstance(budget, tuple):
         made.budget = made.cost(made.wrapping(*budget[:2]), budget[2])[0]
@@ -582,18 +573,22 @@ def _real_situation(layers: int, hidden: int, width: int, vocab: int, tied: bool
 
 def situations(seed: int = 606) -> Iterator[tuple[str, Situation]]:
     """Yield those by hand, and some drawn."""
-    for name, numbers_ in _SITUATIONS.items():
-        yield name, _situation(*numbers_)
-    dice, number = random.Random(seed), 0
-    while number < 15:
+    return ((name, copy.copy(made)) for name, made in _drawn(seed))  # each has tries of its own
+
+
+@lru_cache(maxsize=4)
+def _drawn(seed: int) -> list[tuple[str, Situation]]:
+    found = [(name, _situation(*numbers_)) for name, numbers_ in _SITUATIONS.items()]
+    dice = random.Random(seed)
+    while len(found) < len(_SITUATIONS) + 15:
         attention = 24 * dice.randint(1, 50)
         mlp, table = attention * dice.choice((1, 2, 6)), attention * dice.choice((1, 4, 12))
         latency, compute = attention * dice.choice((0.05, 1, 4)), dice.choice((0.3, 1.0, 3.0))
         made = _situation(dice.randint(2, 8), attention, mlp, table, dice.random() < 0.3, latency, compute, None)
         made.budget = dice.choice(sorted(held for held, _ in made.candidates().values())[1:])
         if not made.needs_luck():
-            number += 1
-            yield f"drawn, number {number}", made
+            found.append((f"drawn, number {len(found) - len(_SITUATIONS) + 1}", made))
+    return found
 
 
 @check(
@@ -625,9 +620,8 @@ def _asked(answer: Callable[..., Any], made: Situation) -> Any:
     got = answer(dict(made.parts), made.tied, made.budget, lambda units, reshard=True: made.price(units, reshard))
     if got is None:
         return None
-    named = by_name(got, "units", "reshard")
-    if named is None:
-        raise Wrong("Return a dictionary with units and reshard, or None if nothing fits.")
+    otherwise = "Return a dictionary with units and reshard, or None if nothing fits."
+    named = by_name(got, "units", "reshard", otherwise=otherwise)
     if isinstance(named["reshard"], str) or named["reshard"] not in (True, False):
         raise Wrong(f"`reshard` is True or False, and not {named['reshard']!r}.")
     return made.read(named["units"]), bool(named["reshard"])
@@ -658,38 +652,44 @@ _LARGE = (
 
 def _explain_nothing(case: str, made: Situation) -> NoReturn:
     fit = [each for each, (held, _) in made.candidates().items() if held <= made.budget]
-    if all(blocks == 0 for _, blocks, _ in fit):
-        raise Wrong(f"{case}. {_LARGE}.")
-    if not made.tied and all(ends == "ends" for ends, _, _ in fit):
-        raise Wrong(f"{case}. {_TABLES}.")
-    raise Wrong(f"{case}. Small units, freed after forward, hold the least.")
+    refuse(
+        "",
+        (f"{case}. {_LARGE}", all(blocks == 0 for _, blocks, _ in fit)),
+        (f"{case}. {_TABLES}", not made.tied and all(ends == "ends" for ends, _, _ in fit)),
+        (f"{case}. Small units, freed after forward, hold the least", True),
+    )
 
 
 def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> NoReturn:
     fit = [each for each, (held, _) in made.candidates().items() if held <= made.budget]
-    if not fit:
-        raise Wrong(f"{case}. Nothing that the chapter speaks of fits, and then the answer is None.")
-    if not reshard and made.cost(units, True)[0] <= made.budget:
-        raise Wrong(f"{case}. Kept units pile up until backward: free them.")
     inside = {each for unit in units for each in unit}
     ends = [[each] for each in ("embed", "head") if each not in inside]
-    if ends and not made.tied and made.cost(made.read([*units, *ends]), reshard)[0] <= made.budget:
-        raise Wrong(f"{case}. {_TABLES}.")
-    if all(blocks == 0 for _, blocks, _ in fit):
-        raise Wrong(f"{case}. {_LARGE}.")
-    raise Wrong(f"{case}. A unit is held with its neighbour, its gradients and their buffer: smaller units hold less.")
+
+    def fits(other: Units, freed: bool) -> bool:
+        return made.cost(made.read(other), freed)[0] <= made.budget
+
+    refuse(
+        "",
+        (f"{case}. Nothing that the chapter speaks of fits, and then the answer is None", not fit),
+        (f"{case}. Kept units pile up until backward: free them", not reshard and fits(units, True)),
+        (f"{case}. {_TABLES}", lambda: ends and not made.tied and fits([*units, *ends], reshard)),
+        (f"{case}. {_LARGE}", all(blocks == 0 for _, blocks, _ in fit)),
+        (f"{case}. A unit is held with its neighbour, its gradients and their buffer: smaller units hold less", True),
+    )
 
 
 def _explain_time(case: str, made: Situation, count: int, reshard: bool, best: tuple, least: float) -> NoReturn:
     freed = [cost[1] for each, cost in made.candidates().items() if each[2] and cost[0] <= made.budget]
-    if reshard and not best[2] and min(freed, default=math.inf) > _SLOWER * least:
-        raise Wrong(f"{case}. There is room to keep what forward has gathered: then backward gathers nothing again.")
-    if count > len(made.wrapping(*best[:2])):
-        raise Wrong(f"{case}. Each collective waits for the latency first: larger units pay it less often.")
-    if count < len(made.wrapping(*best[:2])):
-        raise Wrong(f"{case}. What is gathered at once overlaps with nothing, since nothing runs before it has arrived: smaller "
-                    "units travel while others compute.")  # fmt: skip
-    raise Wrong(f"{case}. Of what fits, take the fastest.")
+    fewer = len(made.wrapping(*best[:2]))
+    refuse(
+        "",
+        (f"{case}. There is room to keep what forward has gathered: then backward gathers nothing again",
+         reshard and not best[2] and min(freed, default=math.inf) > _SLOWER * least),
+        (f"{case}. Each collective waits for the latency first: larger units pay it less often", count > fewer),
+        (f"{case}. What is gathered at once overlaps with nothing, since nothing runs before it has arrived: smaller units "
+         "travel while others compute", count < fewer),
+        (f"{case}. Of what fits, take the fastest", True),
+    )  # fmt: skip
 
 
 class _Stack(nn.Module):

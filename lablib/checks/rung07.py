@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise, product
+from typing import NoReturn
 
 from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.layouts import CASES, Mesh, Score, plan_case, score
 from lablib.calc.layouts.planner import PART_NAMES, Layout
-from lablib.checks.judging import Wrong, check, close, numbers, whole
+from lablib.checks.judging import Wrong, check, chosen, close, close_bytes, numbers, refuse, some, whole
 
 __all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
 
@@ -72,22 +73,19 @@ def _judge_coordinates(given: object, right: Sizes, rank: int, sizes: Sizes) -> 
     got = {axis: whole(at, f"The coordinate {axis} of {case}") for axis, at in given.items()}
     if got == right:
         return
-    if all(got[axis] == right[axis] + 1 for axis in sizes):
-        raise Wrong(f"Positions on an axis are counted from 0, as ranks are ({case}).")
-    for axis, at in got.items():
-        if not 0 <= at < sizes[axis]:
-            raise Wrong(
-                f"{axis}={at} is not on an axis of {sizes[axis]}: positions go from 0 to {sizes[axis] - 1} and start "
-                f"over, which is what the remainder is for ({case})."
-            )
-    if got == _mesh(dict(reversed(sizes.items()))).coordinates(rank):
-        first = next(axis for axis in sizes if sizes[axis] > 1)
-        raise Wrong(f"The order is reversed: {first} comes first, so it changes from each rank to the next ({case}).")
+    off = [(axis, at, sizes[axis]) for axis, at in got.items() if not 0 <= at < sizes[axis]]
+    first = next((axis for axis in sizes if sizes[axis] > 1), "")
     wrong = next(axis for axis in sizes if got[axis] != right[axis])
-    raise Wrong(
-        f"{wrong} is {right[wrong]}, not {got[wrong]}: neighbours along an axis are as far apart as the product "
-        f"of all sizes before it ({case})."
-    )
+    refuse(
+        case,
+        ("Positions on an axis are counted from 0, as ranks are", all(got[axis] == right[axis] + 1 for axis in sizes)),
+        (lambda: "{}={} is not on an axis of {}: positions go from 0 to {} and start over, which is what the remainder is "
+         "for".format(*off[0], off[0][2] - 1), off),
+        (f"The order is reversed: {first} comes first, so it changes from each rank to the next",
+         got == _mesh(dict(reversed(sizes.items()))).coordinates(rank)),
+        (f"{wrong} is {right[wrong]}, not {got[wrong]}: neighbours along an axis are as far apart as the product of all sizes "
+         "before it", True),
+    )  # fmt: skip
 
 
 # --- the sketch ---------------------------------------------------------------------------------------------
@@ -122,59 +120,38 @@ def _judge_sketch(got: object, sizes: Sizes, gpus_per_node: int) -> None:
         raise Wrong(f"`groups` is a dictionary with a list of groups for each of {', '.join(sizes)}.")
     for axis in sizes:
         _judge_groups(groups[axis], axis, found, sizes, case)
-    named = _axes_named(crossing, sizes)
+    otherwise = f"`crossing` names axes: of {', '.join(sizes)} those with a group that leaves a node."
+    named = chosen(crossing, sizes, otherwise)
     for axis in sizes:
         if (axis in named) != found.crosses(axis):
             _explain_crossing(axis, found, case)
 
 
-def _axes_named(crossing: object, sizes: Sizes) -> set[str]:
-    """The axes that an answer calls crossing: a collection of names, one name, or a truth value for each."""
-    if isinstance(crossing, str):
-        crossing = [crossing]
-    elif isinstance(crossing, Mapping):
-        crossing = [axis for axis, leaves in crossing.items() if leaves]
-    names = numbers(crossing, "`crossing`")
-    if not all(isinstance(name, str) and name in sizes for name in names):
-        raise Wrong(f"`crossing` names axes: of {', '.join(sizes)} those with a group that leaves a node.")
-    return set(names)
-
-
 def _judge_groups(given: object, axis: str, found: Mesh, sizes: Sizes, case: str) -> None:
-    right = found.groups(axis)
-    what = f"`groups` of {axis}"
-    got = [
-        sorted(whole(rank, "A rank in a group") for rank in numbers(group, f"A group of {axis}"))
-        for group in numbers(given, what)
-    ]
-    if sorted(got) == sorted(right):
+    right, size = found.groups(axis), found.size(axis)
+    groups = [numbers(group, f"A group of {axis}") for group in numbers(given, f"`groups` of {axis}")]
+    got = sorted(sorted(whole(rank, "A rank in a group") for rank in group) for group in groups)
+    if got == sorted(right):
         return
-    members = [rank for group in got for rank in group]
-    if len(members) == len(set(members)) and any(len(group) != found.size(axis) for group in got):
-        size = next(len(group) for group in got if len(group) != found.size(axis))
-        raise Wrong(
-            f"A group of {axis} has {found.size(axis)} ranks, not {size}: the ranks that agree in every other "
-            f"coordinate ({case})."
-        )
-    if sorted(members) != list(range(found.ranks)):
-        raise Wrong(f"Each of the {found.ranks} ranks is in exactly one group of {axis} ({case}).")
-    if sorted(got) == sorted(_mesh(dict(reversed(sizes.items())), found.gpus_per_node).groups(axis)):
-        raise Wrong(f"The order is reversed: its first axis has neighbouring ranks, its last the farthest ({case}).")
-    raise Wrong(
-        f"The group of {axis} with rank 0 is {_listed(right[0])}: ranks {found.strides[axis]} apart, since that many "
-        f"lie between neighbours along {axis} ({case})."
+    members, other = [rank for group in got for rank in group], [len(group) for group in got if len(group) != size]
+    turned = _mesh(dict(reversed(sizes.items())), found.gpus_per_node)
+    refuse(
+        case,
+        (f"A group of {axis} has {size} ranks, not {''.join(map(str, other[:1]))}: the ranks that agree in every other "
+         "coordinate", len(members) == len(set(members)) and other),
+        (f"Each of the {found.ranks} ranks is in exactly one group of {axis}", sorted(members) != list(range(found.ranks))),
+        ("The order is reversed: the first axis has neighbouring ranks", got == sorted(turned.groups(axis))),
+        (f"The group of {axis} with rank 0 is {some(right[0])}: ranks {found.strides[axis]} apart, since that many lie between "
+         f"neighbours along {axis}", True),
+    )  # fmt: skip
+
+
+def _explain_crossing(axis: str, found: Mesh, case: str) -> NoReturn:
+    refuse(
+        case,
+        (f"A group of {axis} is one rank here, and one rank is in one node", found.size(axis) == 1),
+        (f"No group of {axis} leaves a node: each has all its ranks in one", not found.crosses(axis)),
     )
-
-
-def _listed(group: list[int]) -> str:
-    return ", ".join(map(str, group if len(group) <= 6 else [*group[:4], "...", group[-1]]))
-
-
-def _explain_crossing(axis: str, found: Mesh, case: str) -> None:
-    if found.size(axis) == 1:
-        raise Wrong(f"A group of {axis} is one rank here, and one rank is in one node ({case}).")
-    if not found.crosses(axis):
-        raise Wrong(f"No group of {axis} leaves a node: each has all its ranks in one ({case}).")
     first = next(group for group in found.groups(axis) if len(found.nodes_of(group)) > 1)
     a, b = next((a, b) for a, b in pairwise(first) if found.node(a) != found.node(b))
     look = f"Look at every group of {axis}, not only the first" if first[0] else f"{axis} leaves a node"
@@ -277,8 +254,7 @@ def _wrong_axis(got: object, case: tuple[int, ...]) -> tuple[str, float] | None:
     if not isinstance(got, Mapping) or set(got) != set(right):
         raise Wrong(f"Return a dictionary with the keys {', '.join(right)}.")
     for axis, size in right.items():
-        # Single precision and bytes rounded to a whole are right; mistakes are larger by far.
-        if not close(got[axis], size) and not abs(float(got[axis]) - size) < min(1, size / 100):
+        if not close_bytes(got[axis], size):  # mistakes are larger by far
             return axis, float(got[axis])
     return None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lablib.calc.precision import FORMATS, Format
-from lablib.checks.judging import Wrong, check, numbers, whole
+from lablib.checks.judging import Wrong, as_float, check, chosen, numbers, refuse, whole
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
 __all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
@@ -24,19 +24,8 @@ _SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 
 _BY_HAND = [
     ("bf16", 1.018),  # 130.3 gaps: only rounding it up is wrong here, so that no other mistake is taken for it
     ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
-    ("bf16", 1.006),
-    ("bf16", -1.018),
-    ("bf16", 257.0),
-    ("bf16", 259.0),
-    ("bf16", -259.0),
-    ("fp16", 30000.0),
-    ("fp16", 65519.0),
-    ("fp16", 65520.0),
-    ("fp16", -1e6),
-    ("fp16", 2.0**-24),
-    ("fp16", 1e-7),
-    ("fp16", 2.0**-25),
-    ("fp16", 0.0),
+    *(("bf16", x) for x in (1.006, -1.018, 257.0, 259.0, -259.0)),
+    *(("fp16", x) for x in (30000.0, 65519.0, 65520.0, -1e6, 2.0**-24, 1e-7, 2.0**-25, 0.0)),
     ("e5m2", 0.3),
 ]
 
@@ -74,59 +63,38 @@ def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
             if x:
                 raise
             raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
-        if (got := _number(got, "The rounded number")) != fmt.round(x):
+        if (got := as_float(got, "The rounded number")) != fmt.round(x):
             _explain_rounding(got, x, fmt)
     return f"{len(cases)} numbers, ties and subnormals included."
 
 
-def _explain_rounding(got: float, x: float, fmt: Format) -> None:
-    right, size = fmt.round(x), abs(x)
-    where = f"{x:.6g} in {fmt.name} ({fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits)"
-    if math.isinf(right) and math.isinf(got):
-        raise Wrong(f"Infinity has the sign of the number: {where}.")
-    if math.isinf(right):
-        raise Wrong(f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity: {where}.")
-    if math.isinf(got) and size < fmt.max / 2:
-        raise Wrong(
-            f"{fmt.name} reaches {fmt.max:g}: the bias is 2^(E-1) - 1, and the top field is not used ({where})."
-        )
-    if math.isinf(got) or math.isnan(got):
-        raise Wrong(
-            f"Only what rounds to more than {fmt.max:g} is infinite; half a gap above it still rounds back: {where}."
-        )
-    if size < fmt.min_normal and (got == 0 or got % fmt.min_subnormal):
-        if got == 0 and size < fmt.min_subnormal:
-            raise Wrong(
-                f"More than half of the smallest subnormal, {fmt.min_subnormal:.3g}, is rounded to it, not to zero: {where}."
-            )
-        if got == 0:
-            raise Wrong(
-                f"Below the smallest normal number, {fmt.min_normal:.3g}, there are subnormals, evenly spaced: {where}."
-            )
-        raise Wrong(f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}: {where}.")
-    if got == -right:
-        raise Wrong(f"The sign is lost: work with the magnitude and give the sign back at the end ({where}).")
-    gap = fmt.ulp(x)
+def _explain_rounding(got: float, x: float, fmt: Format) -> NoReturn:
+    right, size, gap = fmt.round(x), abs(x), fmt.ulp(x)
+    beyond, infinite = math.isinf(right), math.isinf(got)
+    subnormal = size < fmt.min_normal and (got == 0 or got % fmt.min_subnormal)
     steps = size / gap
-    if steps % 1 < 0.5 and math.floor(steps) % 2 == 0 and got == math.copysign((math.floor(steps) + 1) * gap, x):
-        way = "up" if x > 0 else "down"
-        raise Wrong(
-            f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not {way} ({where})."
-        )
-    down = math.copysign(math.floor(size / gap) * gap, x)
-    if size / gap % 1 == 0.5 and abs(got - x) == gap / 2:
-        raise Wrong(f"This number is halfway between two neighbours, and the even mantissa wins: {where}.")
-    if got != down and abs(got) == round(size / (2 * gap)) * 2 * gap:
-        raise Wrong(
-            f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1 ({where})."
-        )
-    if got == down:
-        raise Wrong(f"The rest is cut off; the nearest neighbour is the one above: {where}.")
-    if abs(got - x) < abs(right - x):
-        raise Wrong(f"You keep more bits than the format has: the gap here is {gap:.3g} ({where}).")
-    if got == 0:
-        raise Wrong(f"This number is in the normal range, and does not become zero: {where}.")
-    raise Wrong(f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g} ({where}).")
+    down, up = (math.copysign((math.floor(steps) + step) * gap, x) for step in (0, 1))
+    refuse(
+        f"{x:.6g} in {fmt.name}: {fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits",
+        ("Infinity has the sign of the number", beyond and infinite),
+        (f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity", beyond),
+        (f"{fmt.name} reaches {fmt.max:g}: bias 2^(E-1) - 1, the top field unused", infinite and size < fmt.max / 2),
+        (f"Only what rounds to more than {fmt.max:g} is infinite, not half a gap above", infinite or math.isnan(got)),
+        (f"More than half of the smallest subnormal, {fmt.min_subnormal:.3g}, is rounded to it, not to zero",
+         subnormal and got == 0 and size < fmt.min_subnormal),
+        (f"Below the smallest normal number, {fmt.min_normal:.3g}, subnormals lie evenly", subnormal and got == 0),
+        (f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}", subnormal),
+        ("The sign is lost: work with the magnitude and give the sign back at the end", got == -right),
+        (f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not {'up' if x > 0 else 'down'}",
+         steps % 1 < 0.5 and math.floor(steps) % 2 == 0 and got == up),
+        ("Halfway between two neighbours the even mantissa wins", steps % 1 == 0.5 and abs(got - x) == gap / 2),
+        (f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1",
+         got != down and abs(got) == round(steps / 2) * 2 * gap),
+        ("The rest is cut off; the nearest neighbour is the one above", got == down),
+        (f"You keep more bits than the format has: the gap here is {gap:.3g}", abs(got - x) < abs(right - x)),
+        ("This number is in the normal range, and does not become zero", got == 0),
+        (f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g}", True),
+    )  # fmt: skip
 
 
 # --- a loss scaler ------------------------------------------------------------------------------------------
@@ -185,47 +153,34 @@ def _judge_step(
     got: Any, weights: list[Tensor], scaled: list[Tensor], scale: float, good: int
 ) -> tuple[list[Tensor], float, int]:
     new = [torch.as_tensor(w) for w in got[0]]
-    if any(w.dtype in (torch.float16, torch.bfloat16) for w in new):
-        raise Wrong(
-            "The weights came back in 16 bits, where small updates are lost: the step is made and kept in fp32."
-        )
-    new_scale, new_good = _number(got[1], "The scale"), whole(got[2], "The count of good steps")
+    refuse("", ("The weights came back in 16 bits, where small updates are lost: the step is made and kept in fp32",
+                any(w.dtype in (torch.float16, torch.bfloat16) for w in new)))  # fmt: skip
+    new_scale, new_good = as_float(got[1], "The scale"), whole(got[2], "The count of good steps")
+    became = f"{scale:g} became {new_scale:g}"
     if not all(g.isfinite().all() for g in scaled):
-        if not all(w.isfinite().all() for w in new):
-            raise Wrong("An infinite or NaN gradient reached the weights; such a step is skipped.")
-        if not all(torch.equal(a, b) for a, b in zip(new, weights, strict=True)):
-            raise Wrong(
-                "One infinite or NaN gradient, in any tensor, spoils the whole step: no weight of any tensor moves."
-            )
-        if new_scale != scale / 2:
-            raise Wrong(f"After an overflow the scale is halved; {scale:g} became {new_scale:g}.")
-        if new_good != 0:
-            raise Wrong("After an overflow the count of good steps in a row starts again at zero.")
+        refuse(
+            "",
+            ("A step with an infinite or NaN gradient is skipped", not all(w.isfinite().all() for w in new)),
+            ("One infinite or NaN gradient, in any tensor, spoils the whole step: no weight of any tensor moves",
+             not all(torch.equal(a, b) for a, b in zip(new, weights, strict=True))),
+            (f"After an overflow the scale is halved; {became}", new_scale != scale / 2),
+            ("After an overflow the count of good steps in a row starts again at zero", new_good != 0),
+        )  # fmt: skip
         return weights, scale / 2, 0
     wanted = [w - _LR * g.float() / scale for w, g in zip(weights, scaled, strict=True)]
-    if not _equal(new, wanted):
-        _explain_step(new, weights, scaled, scale, grows=good + 1 >= _INTERVAL)
     grows = good + 1 >= _INTERVAL
-    if grows and new_scale == scale:
-        raise Wrong(f"After {_INTERVAL} good steps in a row the scale is doubled; it stayed {scale:g}.")
-    if not grows and new_scale != scale:
-        raise Wrong(f"The scale changed after {good + 1} good steps in a row; it grows after {_INTERVAL}.")
-    if grows and new_scale != 2 * scale:
-        raise Wrong(f"The scale is doubled when it grows; {scale:g} became {new_scale:g}.")
-    if new_good != (0 if grows else good + 1):
-        raise Wrong(
-            "After the scale has grown the count starts again at zero, or it grows in every step from then on."
-            if grows
-            else f"A good step counts: after {good} comes {good + 1}, not {new_good}."
-        )
+    if not _equal(new, wanted):
+        _explain_step(new, weights, scaled, scale, grows=grows)
+    refuse(
+        "",
+        (f"After {_INTERVAL} good steps in a row the scale is doubled; it stayed {scale:g}", grows and new_scale == scale),
+        (f"The scale changed after {good + 1} good steps; it grows after {_INTERVAL}",
+         not grows and new_scale != scale),
+        (f"The scale is doubled when it grows; {became}", grows and new_scale != 2 * scale),
+        ("When the scale has grown the count starts at zero, or it grows in every step", grows and new_good != 0),
+        (f"A good step counts: after {good} comes {good + 1}, not {new_good}", not grows and new_good != good + 1),
+    )  # fmt: skip
     return wanted, new_scale, new_good
-
-
-def _number(value: Any, what: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise Wrong(f"{what} should be a number, and is {value!r}.") from None
 
 
 def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -236,45 +191,40 @@ def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
     )
 
 
-def _explain_step(new: list[Tensor], weights: list[Tensor], scaled: list[Tensor], scale: float, *, grows: bool) -> None:
-    def stepped(unscaled: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [w - _LR * unscaled(g) for w, g in zip(weights, scaled, strict=True)]
+def _explain_step(
+    new: list[Tensor], weights: list[Tensor], scaled: list[Tensor], scale: float, *, grows: bool
+) -> NoReturn:
+    def gives(unscaled: Callable[[Tensor], Tensor]) -> bool:
+        return _equal(new, [w - _LR * unscaled(g) for w, g in zip(weights, scaled, strict=True)])
 
-    if _equal(new, weights):
-        beyond = any(not g.sum().isfinite() for g in scaled)
-        sums = ": a sum of them may be infinite in fp16, so look at each value" if beyond else ""
-        raise Wrong(f"All gradients are finite, and the weights did not move{sums}.")
-    if _equal(new, stepped(lambda g: g.float())):
-        raise Wrong("The gradients are still multiplied by the scale: divide by it before the update.")
-    if grows and _equal(new, stepped(lambda g: g.float() / (2 * scale))):
-        raise Wrong(
-            "These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them."
-        )
     in_fp16 = (
         lambda g: (g / scale).float(),
         lambda g: (g * (_LR / scale)).float() / _LR,
         lambda g: (_LR * (g / scale)).float() / _LR,
         lambda g: (_LR * g / scale).float() / _LR,
     )
-    if any(_equal(new, stepped(unscaled)) for unscaled in in_fp16):
-        raise Wrong("The division happened in fp16, so what the scale had saved becomes zero again: go to fp32 first.")
-    if _equal(new, stepped(lambda g: g.float() * scale)):
-        raise Wrong("The gradients were multiplied by the scale once more: they carry it already, so divide by it.")
-    if _equal(new, stepped(lambda g: g.float() / scale / _LR)):
-        raise Wrong("The learning rate is missing: weights minus lr times the gradient, divided by the scale.")
-    if _equal(new, stepped(lambda g: g.float() / scale / len(weights))):
-        raise Wrong("The gradients were divided by the number of tensors too: each weight takes its own gradient.")
-    if _equal(new, stepped(lambda g: g.float() / scale**2)):
-        raise Wrong("The gradients were divided by the scale twice.")
-    if _equal(new, stepped(lambda g: (g.float() / scale).clamp(-1, 1) if g.abs().max() > scale else g.float() / scale)):
-        raise Wrong("The gradients are clipped here, which the exercise does not ask for.")
-    if _equal(new, stepped(lambda g: -g.float() / scale)):
-        raise Wrong("The weights moved up the gradient; SGD subtracts.")
-    wanted = stepped(lambda g: g.float() / scale)
-    raise Wrong(
-        "A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32. The first weight "
-        f"should become {wanted[0][0].item():.6g}, and is {new[0].flatten()[0].item():.6g}."
-    )
+    beyond = any(not g.sum().isfinite() for g in scaled)
+    sums = ": a sum of them may be infinite in fp16, so look at each value" if beyond else ""
+    first = (weights[0] - _LR * scaled[0].float() / scale)[0].item()
+    refuse(
+        "",
+        (f"All gradients are finite, and the weights did not move{sums}", _equal(new, weights)),
+        ("The gradients are still multiplied by the scale: divide by it before the update", gives(lambda g: g.float())),
+        ("These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them",
+         grows and gives(lambda g: g.float() / (2 * scale))),
+        ("Divided in fp16, what the scale had saved becomes zero again: go to fp32 first", any(map(gives, in_fp16))),
+        ("The gradients carry the scale already: divide by it, and do not multiply",
+         gives(lambda g: g.float() * scale)),
+        ("The learning rate is missing, which multiplies the gradient", gives(lambda g: g.float() / scale / _LR)),
+        ("The gradients were divided by the number of tensors too: each weight takes its own gradient",
+         gives(lambda g: g.float() / scale / len(weights))),
+        ("The gradients were divided by the scale twice", gives(lambda g: g.float() / scale**2)),
+        ("The gradients are clipped here, which the exercise does not ask for",
+         gives(lambda g: (g.float() / scale).clamp(-1, 1) if g.abs().max() > scale else g.float() / scale)),
+        ("The weights moved up the gradient; SGD subtracts", gives(lambda g: -g.float() / scale)),
+        ("A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32. The first weight "
+         f"should become {first:.6g}, and is {new[0].flatten()[0].item():.6g}", True),
+    )  # fmt: skip
 
 
 # --- what breaks --------------------------------------------------------------------------------------------
@@ -345,67 +295,53 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     cases = _situations(random.Random(seed), 250)
     for case in cases:
         got, truth = _named(answer(*case)), _truth(case)
-        if got is None or not got <= _FAILURES:
-            raise Wrong('Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.')
         for failure in sorted(got ^ truth):
             _explain_failure(failure, failure in truth, case)
     return f"{len(cases)} steps: fp16 breaks by its range, bf16 by its precision."
 
 
-def _named(got: Any) -> set[str] | None:
-    """Return what an answer names, whatever holds it, or None where it holds nothing."""
-    if isinstance(got, Mapping):
-        got = [failure for failure, breaks in got.items() if breaks]
-    if isinstance(got, str) or not isinstance(got, Iterable):
-        return None
-    return {str.__str__(each) if isinstance(each, str) else str(each) for each in got}  # also members of a str Enum
+def _named(got: Any) -> set[str]:
+    otherwise = 'Return a set with some of "overflow", "underflow" and "stall", empty if nothing breaks.'
+    return chosen(None if isinstance(got, str) else got, _FAILURES, otherwise)
 
 
-def _explain_failure(failure: str, breaks: bool, case: _Case) -> None:
+def _explain_failure(failure: str, breaks: bool, case: _Case) -> NoReturn:
     name, activation, (small, large), scale, weight, update, master = case
     fmt = FORMATS[name]
-    if failure == "overflow" and breaks:
-        if math.isinf(fmt.round(activation)):
-            raise Wrong(f"An activation of {activation:.3g} is beyond the largest number of {name}, {fmt.max:.4g}.")
-        raise Wrong(
-            f"The loss scale multiplies the large gradients too: {scale:g} times {large:.3g} is beyond the largest "
-            f"number of {name}, {fmt.max:.4g}."
-        )
-    if failure == "overflow":
-        if math.isinf(fmt.round(scale * activation)):
-            raise Wrong(
-                f"The loss scale is for gradients and for nothing else; the activation stays {activation:.3g}, and {name} holds it."
-            )
-        raise Wrong(
-            f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g} and scaled gradients up to "
-            f"{scale * large:.3g} are within."
-        )
-    if failure == "underflow" and breaks:
-        raise Wrong(
-            f"{scale:g} times {small:.3g} is less than half of the smallest subnormal of {name}, {fmt.min_subnormal:.3g}, "
-            "and becomes zero."
-        )
-    if failure == "underflow":
-        raise Wrong(
-            f"{scale:g} times {small:.3g} does not become zero in {name}: subnormals reach down to "
-            f"{fmt.min_subnormal:.3g}, half of that still rounds up, and loss scaling counts."
-        )
-    if breaks:
-        raise Wrong(
-            f"A {name} weight of {weight:g} has its next neighbour {fmt.ulp(weight):.3g} away, and an update of "
-            f"{update:.3g} is less than half of that: nothing moves."
-        )
-    if master:
-        raise Wrong("With a master copy the update is added in fp32, and small updates are not lost.")
-    if update < -2 * fmt.ulp(weight):
-        raise Wrong(
-            f"An update of {update:.3g} takes the {name} weight {weight:g} down by more than a gap, {fmt.ulp(weight):.3g}: its "
-            "size counts, not its sign."
-        )
-    raise Wrong(
-        f"An update of {update:.3g} is more than half of the gap at {weight:g} in {name}, {fmt.ulp(weight):.3g}: the "
-        "weight moves."
-    )
+    gap, least = fmt.ulp(weight), f"{fmt.min_subnormal:.3g}"
+    signs = {
+        ("overflow", True): [
+            (f"An activation of {activation:.3g} is beyond the largest number of {name}, {fmt.max:.4g}",
+             math.isinf(fmt.round(activation))),
+            (f"The loss scale multiplies the large gradients too: {scale:g} times {large:.3g} is beyond the largest number of "
+             f"{name}, {fmt.max:.4g}", True),
+        ],
+        ("overflow", False): [
+            (f"The loss scale is for gradients and for nothing else; the activation stays {activation:.3g}, and {name} holds "
+             "it", math.isinf(fmt.round(scale * activation))),
+            (f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g} and scaled gradients up to {scale * large:.3g} "
+             "are within", True),
+        ],
+        ("underflow", True): [
+            (f"{scale:g} times {small:.3g} is less than half of {name}'s smallest subnormal, {least}, and becomes zero",
+             True),
+        ],
+        ("underflow", False): [
+            (f"{scale:g} times {small:.3g} does not become zero in {name}: subnormals reach down to {least}, half of that "
+             "still rounds up, and loss scaling counts", True),
+        ],
+        ("stall", True): [
+            (f"A {name} weight of {weight:g} has its next neighbour {gap:.3g} away, and an update of {update:.3g} is less "
+             "than half of that: nothing moves", True),
+        ],
+        ("stall", False): [
+            ("With a master copy the update is added in fp32, and small updates are not lost", master),
+            (f"An update of {update:.3g} takes the {name} weight {weight:g} down by more than a gap, {gap:.3g}: its size "
+             "counts, not its sign", update < -2 * gap),
+            (f"An update of {update:.3g} is over half of the gap at {weight:g} in {name}, {gap:.3g}: it moves", True),
+        ],
+    }  # fmt: skip
+    refuse("", *signs[failure, breaks])
 
 
 # --- blocks in FP8 ------------------------------------------------------------------------------------------
@@ -484,63 +420,60 @@ def _by(
     return (cast(blocks / scale) * scale).reshape(x_MK.shape)
 
 
-def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> None:
+def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> NoReturn:
     block = f"blocks of {rows} x {columns}"
-    if not got.isfinite().all():
-        raise Wrong(f"There are NaN or infinite values: a block of zeros has no largest value to divide by ({block}).")
-    if torch.equal(got, x_MK):
-        raise Wrong("Nothing was rounded: cast to torch.float8_e4m3fn in between.")
-    for other in SCALINGS:
-        if other != scaling and _agrees(got, quantize(x_MK, other).dequantize()):
-            raise Wrong(f"This is what {other!r} scaling gives; {block} were asked for.")
-    if _agrees(got, quantize(x_MK.T, scaling).dequantize().T):
-        raise Wrong(f"Rows and columns are swapped: a block has {rows} rows and {columns} columns.")
-    runs = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
-    if _agrees(got, runs):
-        raise Wrong(
-            f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows by {columns} columns."
-        )
-    e5m2 = _by(x_MK, rows, columns, lambda largest: largest / 448, lambda values: values.to(torch.float8_e5m2).float())
-    if _agrees(got, quantize(x_MK, scaling, torch.float8_e5m2).dequantize()) or _agrees(got, e5m2):
-        raise Wrong("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number.")
-    if _agrees(got, quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize()):
-        raise Wrong("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero.")
-    if _agrees(got, quantize(x_MK, scaling).values_MK.float()):
-        raise Wrong("The FP8 values were not multiplied by their scales again.")
     there = quantize(x_MK, scaling)
-    scale_MK = there.dequantize() / there.values_MK.float()
-    if _agrees(got, (there.values_MK.float() / scale_MK).nan_to_num(0.0)):
-        raise Wrong("The FP8 values were divided by their scales once more; on the way back they are multiplied.")
-    if _agrees(got, _by(x_MK, rows, columns, lambda largest: 448 / largest)):
-        raise Wrong("The scale is upside down: divide by it before the cast, and multiply by it after.")
-    if not (got[x_MK < 0] < 0).any():
-        raise Wrong("The negative values are gone: the largest magnitude decides the scale, not the largest value.")
-    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest)):
-        raise Wrong(f"The largest of a block lands on 1, not on 448, and small values lose their bits ({block}).")
-    if _agrees(got, _by(x_MK, rows, columns, lambda largest: torch.exp2(torch.ceil(torch.log2(largest / 448))))):
-        raise Wrong(f"The scale is rounded to a power of two, as in MXFP8; here it is the largest over 448 ({block}).")
-    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest / 240)):
-        raise Wrong(f"The largest of E4M3 is 448, not 240: only one code is NaN, and there is no infinity ({block}).")
-    if got.shape[0] == got.shape[1] and _agrees(got, quantize(x_MK, scaling).dequantize().T):
-        raise Wrong("The matrix came back transposed.")
-    if _agrees(got, _by(x_MK, rows, columns, lambda largest: largest / 127, torch.round)):
-        raise Wrong(
-            "These are whole numbers up to 127, as in INT8; E4M3 has a mantissa and an exponent, and ends at 448."
-        )
-    wanted = quantize(x_MK, scaling).dequantize()
-    if _agrees(got.flatten().sort().values, wanted.flatten().sort().values):
-        raise Wrong(f"The values are right and stand in other places: put each block back where it was ({block}).")
-    if (got[x_MK == 0] != 0).any():
-        raise Wrong(f"A zero comes back as {got[x_MK == 0].abs().max():.3g}: a block of zeros stays one ({block}).")
+    wanted, values = there.dequantize(), there.values_MK.float()
+
+    def scaled(scale_of: Callable[[Tensor], Tensor], *cast: Callable[[Tensor], Tensor]) -> Callable[[], bool]:
+        return lambda: _agrees(got, _by(x_MK, rows, columns, scale_of, *cast))
+
+    def is_(made: Callable[[], Tensor]) -> Callable[[], bool]:
+        return lambda: _agrees(got, made())
+
+    others = {
+        other: _agrees(got, quantize(x_MK, other).dequantize())
+        for other in SCALINGS if other != scaling and got.isfinite().all()
+    }  # fmt: skip
+    in_memory = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
+    e5m2 = torch.float8_e5m2
     largest = int(x_MK.abs().argmax())
-    if got.flatten()[largest].abs() < 0.9 * x_MK.abs().max():
-        raise Wrong(
-            f"The largest value, {x_MK.flatten()[largest]:.6g}, was cut off to {got.flatten()[largest]:.6g}: the scale of "
-            f"its block is too small, since its largest magnitude belongs on 448 ({block})."
-        )
+    cut_off = f"{x_MK.flatten()[largest]:.6g}, was cut off to {got.flatten()[largest]:.6g}"
     row, column = divmod(int((got - wanted).abs().argmax()), x_MK.shape[1])
-    raise Wrong(
-        f"This is no mistake that the check knows. With {block}, {x_MK[row, column]:.6g} in row {row} and column {column} "
-        f"should come back as {wanted[row, column]:.6g}, and is {got[row, column]:.6g}: the scale is the largest magnitude "
-        "of the block over 448."
-    )
+    refuse(
+        "",
+        (f"There are NaN or infinite values: a block of zeros divides by zero ({block})", not got.isfinite().all()),
+        ("Nothing was rounded: cast to torch.float8_e4m3fn in between", torch.equal(got, x_MK)),
+        (lambda: f"This is what {max(others, key=others.get)!r} scaling gives; {block} were asked for", any(others.values())),
+        (f"Rows and columns are swapped: a block has {rows} rows and {columns} columns",
+         is_(lambda: quantize(x_MK.T, scaling).dequantize().T)),
+        (f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows "
+         f"by {columns} columns", is_(lambda: in_memory)),
+        ("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number",
+         is_(lambda: quantize(x_MK, scaling, e5m2).dequantize())),
+        ("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number",
+         scaled(lambda most: most / 448, lambda values: values.to(e5m2).float())),
+        ("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero",
+         is_(lambda: quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize())),
+        ("The FP8 values were not multiplied by their scales again", is_(lambda: values)),
+        ("The FP8 values were divided by their scales once more; on the way back they are multiplied",
+         is_(lambda: (values / (wanted / values)).nan_to_num(0.0))),
+        ("The scale is upside down: divide by it before the cast, and multiply by it after", scaled(lambda most: 448 / most)),
+        ("The negative values are gone: magnitudes decide the scale, not values", not (got[x_MK < 0] < 0).any()),
+        (f"The largest of a block lands on 1, not on 448, and small values lose their bits ({block})", scaled(lambda m: m)),
+        (f"The scale is rounded to a power of two, as in MXFP8; here it is the largest over 448 ({block})",
+         scaled(lambda most: torch.exp2(torch.ceil(torch.log2(most / 448))))),
+        (f"The largest of E4M3 is 448, not 240: it has no infinity ({block})", scaled(lambda most: most / 240)),
+        ("The matrix came back transposed", got.shape[0] == got.shape[1] and _agrees(got, wanted.T)),
+        ("These are whole numbers up to 127, as in INT8; E4M3 has a mantissa and an exponent, and ends at 448",
+         scaled(lambda most: most / 127, torch.round)),
+        (f"The values are right and stand in other places: put each block back where it was ({block})",
+         _agrees(got.flatten().sort().values, wanted.flatten().sort().values)),
+        (lambda: f"A zero comes back as {got[x_MK == 0].abs().max():.3g}: a block of zeros stays one ({block})",
+         (got[x_MK == 0] != 0).any()),
+        (f"The largest value, {cut_off}: the scale of its block is too small, since its largest magnitude belongs on 448 "
+         f"({block})", got.flatten()[largest].abs() < 0.9 * x_MK.abs().max()),
+        (f"This is no mistake that the check knows. With {block}, {x_MK[row, column]:.6g} in row {row} and column {column} "
+         f"should come back as {wanted[row, column]:.6g}, and is {got[row, column]:.6g}: the scale is the largest magnitude of "
+         "the block over 448", True),
+    )  # fmt: skip

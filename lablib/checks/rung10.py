@@ -14,14 +14,13 @@ import math
 import operator
 import random
 from collections.abc import Callable, KeysView, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
-from lablib.checks.judging import Wrong, by_name, check, close, numbers
+from lablib.checks.judging import Wrong, by_name, check, close, pair, recognize, refuse
 from lablib.launch.ranks import Endless, Turns
 
 __all__ = ["choose_algorithm", "place", "ring_all_reduce"]
@@ -130,49 +129,54 @@ def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel:
     units = torch.arange(1, numel + 1, dtype=torch.float64)
     shares = [(row / units).tolist() for row in rows]
     whole = sum(_BASE**rank for rank in range(ranks))
-    if all(close(value, whole, rel=1e-14) for row in shares for value in row):
+
+    def hold(value: Callable[[int], float], rel: float = 1e-6) -> bool:
+        """Say whether rank r holds `value(r)` times 1, 2, 3, ..."""
+        return all(close(share, value(rank), rel=rel) for rank, row in enumerate(shares) for share in row)
+
+    if hold(lambda rank: whole, 1e-14):
         return
-    if all(close(value, whole, rel=1e-5) for row in shares for value in row):
-        raise Wrong(f"The sums are rounded: `row` holds float64, and is to be added up in it ({case}).")
-    if all(close(value, _BASE**rank) for rank, row in enumerate(shares) for value in row):
-        how = "Nothing was exchanged" if not messages else "Messages went round, and `row` is unchanged on every rank"
-        raise Wrong(f"{how}: add what arrives to `row` itself; a returned tensor is not looked at ({case}).")
-    if all(close(value, whole / ranks) for row in shares for value in row):
-        raise Wrong(f"These are the means over the ranks; the sums are asked ({case}).")
-    for rank, row in enumerate(shares):
-        for element, value in enumerate(row):
-            if not math.isfinite(value) or value < 0 or abs(value - round(value)) > 1e-6 or value >= _BASE * whole:
-                raise Wrong(f"Element {element} of rank {rank} is {value * (element + 1):g}, which is no sum of the ranks' "
-                            f"numbers for it: another chunk was added, or room that no message filled, or something was "
-                            f"divided ({case}).")  # fmt: skip
+    how = "Messages went round, and `row` is unchanged on every rank" if messages else "Nothing was exchanged"
+    strange = [
+        (rank, element, value) for rank, row in enumerate(shares) for element, value in enumerate(row)
+        if not math.isfinite(value) or value < 0 or abs(value - round(value)) > 1e-6 or value >= _BASE * whole
+    ]  # fmt: skip
+    refuse(
+        case,
+        ("The sums are rounded: `row` holds float64, and is to be added up in it", hold(lambda rank: whole, 1e-5)),
+        (f"{how}: add what arrives to `row` itself; a returned tensor is not looked at", hold(lambda rank: _BASE**rank)),
+        ("These are the means over the ranks; the sums are asked", hold(lambda rank: whole / ranks)),
+        (lambda: "Element {1} of rank {0} is {2:g}, which is no sum of the ranks' numbers for it: another chunk was added, or "
+         "room that no message filled, or something was divided".format(*strange[0][:2], strange[0][2] * (strange[0][1] + 1)),
+         strange),
+    )  # fmt: skip
     # counts[rank][element][r]: how often rank r's number is in it.
     counts = [[_digits(value, ranks) for value in row] for row in shares]
-    if any(max(each) > 1 for row in counts for each in row):
-        raise Wrong(f"Some numbers are added twice: what is to be added needs room of its own to arrive in, and in the "
-                    f"all-gather the chunk that arrives is complete and replaces what is there ({case}).")  # fmt: skip
-    done = [[set(each) == {1} for each in row] for row in counts]
-    complete = {element for row in done for element, whole_sum in enumerate(row) if whole_sum}
-    if complete == set(range(numel)):
-        raise Wrong(f"Every chunk is complete on some rank and not on all: after the reduce-scatter the complete chunks "
-                    f"must go round once more, n - 1 steps ({case}).")  # fmt: skip
-    element = min(set(range(numel)) - complete)
-    if all(sum(row[element]) == row[element][rank] == 1 for rank, row in enumerate(counts)):
-        raise Wrong(
-            f"Element {element} is never sent: the chunks must hold all elements, whatever is left over too ({case})."
-        )
-    steps = sum(m.source == 0 for m in messages)
-    if steps < 2 * (ranks - 1):
-        raise Wrong(f"No rank has the sum of element {element}: rank 0 takes {steps} steps, and 2(n-1) = {2 * (ranks - 1)} are "
-                    f"needed, n - 1 to add up and n - 1 to pass on ({case}).")  # fmt: skip
-    if all(sum(each) == 1 for row in counts for each in row):
-        if not any(m.summed for m in messages):
-            raise Wrong("No sum of two numbers was ever sent: in the first n - 1 steps what arrives is added to what is "
-                        f"there, and the next step passes it on ({case}).")  # fmt: skip
-        raise Wrong("Sums were made, and then overwritten: after the reduce-scatter of a ring one chunk is complete on each "
-                    f"rank, and just that one must leave first in the all-gather ({case}).")  # fmt: skip
+    complete = {element for row in counts for element, each in enumerate(row) if set(each) == {1}}
+    missing = sorted(set(range(numel)) - complete)
+    refuse(
+        case,
+        ("Some numbers are added twice: what is to be added needs room of its own to arrive in, and in the all-gather the "
+         "chunk that arrives is complete and replaces what is there", any(max(each) > 1 for row in counts for each in row)),
+        ("Every chunk is complete on some rank and not on all: after the reduce-scatter the complete chunks must go round once "
+         "more, n - 1 steps", not missing),
+    )  # fmt: skip
+    element, steps = missing[0], sum(m.source == 0 for m in messages)
+    single = all(sum(each) == 1 for row in counts for each in row)
     found = [rank for rank, there in enumerate(counts[0][element]) if there]
-    raise Wrong(f"No rank has the sum of element {element}; on rank 0 it holds the numbers of ranks {found}. What a rank "
-                f"passes on in the next step is the chunk that has just arrived, with its own numbers added ({case}).")  # fmt: skip
+    refuse(
+        case,
+        (f"Element {element} is never sent: the chunks must hold all elements, whatever is left over too",
+         all(sum(row[element]) == row[element][rank] == 1 for rank, row in enumerate(counts))),
+        (f"No rank has the sum of element {element}: rank 0 takes {steps} steps, and 2(n-1) = {2 * (ranks - 1)} are needed, "
+         "n - 1 to add up and n - 1 to pass on", steps < 2 * (ranks - 1)),
+        ("No sum of two numbers was ever sent: in the first n - 1 steps what arrives is added to what is there, and the next "
+         "step passes it on", single and not any(m.summed for m in messages)),
+        ("Sums were made, and then overwritten: after the reduce-scatter of a ring one chunk is complete on each rank, and "
+         "just that one must leave first in the all-gather", single),
+        (f"No rank has the sum of element {element}; on rank 0 it holds the numbers of ranks {found}. What a rank passes on in "
+         "the next step is the chunk that has just arrived, with its own numbers added", True),
+    )  # fmt: skip
 
 
 def _digits(value: float, ranks: int) -> list[int]:
@@ -181,31 +185,26 @@ def _digits(value: float, ranks: int) -> list[int]:
 
 
 def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
-    case = f"{ranks} ranks, {numel} elements"
     sent = [[m for m in messages if m.source == rank] for rank in range(ranks)]
-    elements = sum(m.elements for m in messages)
-    sizes = chunk_sizes(numel, ranks)
+    sizes, lengths = chunk_sizes(numel, ranks), [m.elements for m in messages]
     right = sum(traffic("ring_all_reduce", numel, ranks, rank=r, itemsize=1).bytes for r in range(ranks))
-    if any(len({m.target for m in mine}) > 1 for mine in sent):
-        raise Wrong(f"The sums are right, but a rank sends to several others: on a ring it has one right neighbour "
-                    f"({case}).")  # fmt: skip
+    most, longest, enough = sum(lengths), max(lengths, default=0), 2 * (ranks - 1)
     steps = max(map(len, sent))
-    if steps > 2 * (ranks - 1) and elements > right and max(m.elements for m in messages) <= max(sizes):
-        raise Wrong(f"The sums are right, but a rank takes {steps} steps and sends more than it must: 2(n-1) = "
-                    f"{2 * (ranks - 1)} steps are enough ({case}).")  # fmt: skip
-    if elements > right:
-        if {m.elements for m in messages} == {max(sizes)} != set(sizes):
-            raise Wrong(f"The sums are right, but every chunk is padded to {max(sizes)} elements, so {elements} travel "
-                        f"where {right} do: let some chunks be one element shorter, as tensor_split does ({case}).")  # fmt: skip
-        raise Wrong(f"The sums are right, but the ranks send {elements} elements where {right} do: only a chunk "
-                    f"leaves in a step, never the whole array ({case}).")  # fmt: skip
-    if any(len(mine) != 2 * (ranks - 1) for mine in sent):
-        raise Wrong(f"The sums are right, but rank 0 takes {len(sent[0])} steps and 2(n-1) = {2 * (ranks - 1)} do: all "
-                    f"chunks travel at the same time ({case}).")  # fmt: skip
-    longest = max((m.elements for m in messages), default=0)
-    if ranks > 1 and longest > max(sizes):
-        raise Wrong(f"A chunk of {longest} elements travels where {max(sizes)} do: in every step all ranks wait for the "
-                    f"longest chunk, so cut as evenly as can be ({case}).")  # fmt: skip
+    refuse(
+        f"{ranks} ranks, {numel} elements",
+        ("The sums are right, but a rank sends to several others: on a ring it has one right neighbour",
+         any(len({m.target for m in mine}) > 1 for mine in sent)),
+        (f"The sums are right, but a rank takes {steps} steps and sends more than it must: 2(n-1) = {enough} steps are enough",
+         steps > enough and most > right and longest <= max(sizes)),
+        (f"The sums are right, but every chunk is padded to {max(sizes)} elements, so {most} travel where {right} do: let some "
+         "chunks be one element shorter, as tensor_split does", most > right and set(lengths) == {max(sizes)} != set(sizes)),
+        (f"The sums are right, but the ranks send {most} elements where {right} do: only a chunk leaves in a step, never the "
+         "whole array", most > right),
+        (f"The sums are right, but rank 0 takes {len(sent[0])} steps and 2(n-1) = {enough} do: all chunks travel at the same "
+         "time", any(len(mine) != enough for mine in sent)),
+        (f"A chunk of {longest} elements travels where {max(sizes)} do: in every step all ranks wait for the longest chunk, so "
+         "cut as evenly as can be", ranks > 1 and longest > max(sizes)),
+    )  # fmt: skip
 
 
 # --- ring or tree -------------------------------------------------------------------------------------------
@@ -233,15 +232,8 @@ def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -
         near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
         cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
     for case in cases:
-        _judge_choice(_named(answer(*case)), *case)
+        _judge_choice(by_name(answer(*case), *_KEYS), *case)
     return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
-
-
-def _named(got: Any) -> Mapping[str, Any]:
-    named = by_name(got, *_KEYS)
-    if named is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    return named
 
 
 def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
@@ -254,73 +246,69 @@ def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: floa
         if not close(got[name], right):
             _explain_time(name, float(got[name]), right, size, ranks, bandwidth, latency, case)
     cross = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link)
-    if got["crossover"] is None:
-        raise Wrong(
-            f"`crossover` is a number of bytes, 0 where the ring is always faster, and here it is None ({case})."
-        )
+    refuse(case, ("`crossover` is a number of bytes, 0 where the ring is always faster, and here it is None",
+                  got["crossover"] is None))  # fmt: skip
     if not _near(got["crossover"], cross):
         _explain_crossover(float(got["crossover"]), cross, ranks, bandwidth, latency, case)
     best = min(truth, key=truth.get)
     if not isinstance(got["best"], str) or got["best"] not in truth:
         raise Wrong(f"`best` is the word 'ring' or 'tree', and here it is {got['best']!r}.")
-    if got["best"] != best and not close(truth["ring"], truth["tree"]):
-        raise Wrong(f"The {best} takes less time here, so `best` is {best!r} ({case}).")
+    slower = got["best"] != best and not close(truth["ring"], truth["tree"])
+    refuse(case, (f"The {best} takes less time here, so `best` is {best!r}", slower))
 
 
-def _explain_crossover(got: float, cross: float, ranks: int, bandwidth: float, latency: float, case: str) -> None:
-    if cross == 0:
-        raise Wrong(f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the "
-                    f"first byte, so the crossover is 0 ({case}).")  # fmt: skip
-    slips = {
-        ranks * latency * bandwidth: "This is where the ring's own latencies equal its own bytes, which says nothing "
-        "about the tree.",
-        -cross: "The sign is turned round: what the ring adds in latency is positive, and what it saves in bytes too.",
-        cross / bandwidth: "These are seconds a byte; the crossover is a size, so W belongs above the line.",
-        cross / 1024: "This is in KiB; the size is asked in bytes.",
-        cross / 2**20: "This is in MiB; the size is asked in bytes.",
-    }
-    for value, sentence in slips.items():
-        if close(got, value):
-            raise Wrong(f"{sentence} The times cross at {cross:,.1f} bytes ({case}).")
+def _explain_crossover(got: float, cross: float, ranks: int, bandwidth: float, latency: float, case: str) -> NoReturn:
+    first = f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the first byte"
+    refuse(case, (f"{first}, so the crossover is 0", cross == 0))
+    slips = [
+        ("This is where the ring's own latencies equal its own bytes, which says nothing about the tree", ranks * latency * bandwidth),
+        ("The sign is turned round: what the ring adds in latency is positive, and what it saves in bytes too", -cross),
+        ("These are seconds a byte; the crossover is a size, so W belongs above the line", cross / bandwidth),
+        ("This is in KiB; the size is asked in bytes", cross / 1024),
+        ("This is in MiB; the size is asked in bytes", cross / 2**20),
+    ]  # fmt: skip
+    recognize(got, case, [(f"{sentence}. The times cross at {cross:,.1f} bytes", value) for sentence, value in slips])
     raise Wrong(f"The times cross where the latencies that the ring adds equal the bytes that it saves, at {cross:,.1f} "
                 f"bytes and not at {got:,.1f} ({case}).")  # fmt: skip
 
 
 def _explain_time(
     name: str, got: float, right: float, size: int, ranks: int, bandwidth: float, latency: float, case: str
-) -> None:
+) -> NoReturn:
     levels = math.ceil(math.log2(ranks))
     rounds = 2 * (ranks - 1) if name == "ring" else 2 * levels
     passes = 2 * (ranks - 1) / ranks if name == "ring" else 2 * levels
-    slips = {
-        (0, passes): "The latencies are missing: every round waits for one.",
-        (rounds, 0): "The bytes are missing: every round also takes its bytes over W.",
-        (rounds / 2, passes / 2): "An all-reduce has two halves, and this is one of them.",
-        (2, passes): "Each round waits for the one before it, so their latencies add up.",
-        (1, passes): "Each round waits for the one before it, so their latencies add up.",
-        (rounds, 8 * passes): "W counts bytes a second, so the size stays in bytes, not in bits.",
-        (rounds, passes / 8): "W counts bytes a second, so it needs no division by 8.",
-    }
-    if name == "ring":
-        slips |= {
-            (rounds, rounds): "In a step a rank sends one chunk of S/n bytes, not the whole array.",
-            (rounds, 2): "A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it.",
-            (2 * ranks, 2): "A chunk that starts on one rank needs n - 1 steps to reach the last one, not n.",
-        }
-    else:
-        real, lower = 2 * math.log2(ranks), 2 * math.floor(math.log2(ranks))
-        slips |= {
-            (rounds, 2 * (ranks - 1) / ranks): "A tree does not cut the array: every round carries all S bytes.",
-            (rounds, 2): "A tree does not cut the array: every round carries all S bytes.",
-            (real, real): "Rounds are whole: on 5 ranks a tree has 3 levels.",
-            (lower, lower): "Rounds are rounded up: on 5 ranks a tree has 3 levels.",
-        }
-    for (count, share), sentence in slips.items():
-        if (count, share) != (rounds, passes) and close(got, count * latency + share * size / bandwidth):
-            raise Wrong(f"{sentence} This is about the {name} ({case}).")
-    for factor, unit in ((1e3, "milliseconds"), (1e6, "microseconds")):
-        if close(got, factor * right):
-            raise Wrong(f"These are {unit}; seconds are asked. This is about the {name} ({case}).")
+    real, lower = 2 * math.log2(ranks), 2 * math.floor(math.log2(ranks))
+    each, cut = "Each round waits for the one before it, so their latencies add up", "A tree does not cut the array"
+    slips = [  # with the rounds and the passes that are counted
+        ("The latencies are missing: every round waits for one", 0, passes),
+        ("The bytes are missing: every round also takes its bytes over W", rounds, 0),
+        ("An all-reduce has two halves, and this is one of them", rounds / 2, passes / 2),
+        (each, 2, passes),
+        (each, 1, passes),
+        ("W counts bytes a second, so the size stays in bytes, not in bits", rounds, 8 * passes),
+        ("W counts bytes a second, so it needs no division by 8", rounds, passes / 8),
+    ]
+    slips += {
+        "ring": [
+            ("In a step a rank sends one chunk of S/n bytes, not the whole array", rounds, rounds),
+            ("A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it", rounds, 2),
+            ("A chunk that starts on one rank needs n - 1 steps to reach the last one, not n", 2 * ranks, 2),
+        ],
+        "tree": [
+            (f"{cut}: every round carries all S bytes", rounds, 2 * (ranks - 1) / ranks),
+            (f"{cut}: every round carries all S bytes", rounds, 2),
+            ("Rounds are whole: on 5 ranks a tree has 3 levels", real, real),
+            ("Rounds are rounded up: on 5 ranks a tree has 3 levels", lower, lower),
+        ],
+    }[name]
+    times = [(sentence, count * latency + share * size / bandwidth) for sentence, count, share in slips
+             if (count, share) != (rounds, passes)]  # fmt: skip
+    times += [
+        (f"These are {unit}; seconds are asked", of * right)
+        for unit, of in (("milliseconds", 1e3), ("microseconds", 1e6))
+    ]
+    recognize(got, case, [(f"{sentence}. This is about the {name}", value) for sentence, value in times])
     raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array, {right:.6g} s, and here it "
                 f"takes {got:.6g} s ({case}).")  # fmt: skip
 
@@ -415,39 +403,38 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
             cases.append((axes, dice.choice(hosts)))
     passed: list[Placed] = []
     for axes, per_host in cases:
-        case = ", ".join(
-            f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()
-        )
-        case += f", {per_host} ranks a host"
+        told = [f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()]
+        case = f"{', '.join(told)}, {per_host} ranks a host"
         passed.append(_judge_place(answer(dict(axes), per_host), axes, per_host, case, passed))
     return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
 
 
 def _judge_place(got: Any, axes: Axes, per_host: int, case: str, passed: Sequence[Placed]) -> Placed:
-    if is_dataclass(got) and not isinstance(got, type):
-        got = [getattr(got, field.name) for field in fields(got)]
-    pair = numbers(got, "The answer") if not isinstance(got, str | Mapping) else []
-    if len(pair) == 2 and hasattr(pair[0], "__float__") and getattr(pair[0], "ndim", 0) == 0:
-        raise Wrong("The order of the axes comes first, and then the bytes that leave the busiest host.")
-    names = pair[0] if len(pair) == 2 else None
-    if isinstance(names, Set) and not isinstance(names, KeysView):
-        raise Wrong("A set has no order: return the names of the axes in a tuple or a list, innermost first.")
+    otherwise = "Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host."
+    names, count = pair(got, otherwise)
+    refuse(
+        "",
+        ("The order of the axes comes first, and then the bytes that leave the busiest host",
+         hasattr(names, "__float__") and getattr(names, "ndim", 0) == 0),
+        ("A set has no order: return the names of the axes in a tuple or a list, innermost first",
+         isinstance(names, Set) and not isinstance(names, KeysView)),
+    )  # fmt: skip
     order = tuple(map(str, names)) if hasattr(names, "__iter__") and not isinstance(names, str) else ()
     if sorted(order) != sorted(axes):
-        raise Wrong("Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host.")
-    count = pair[1]
+        raise Wrong(otherwise)
     every = {names: max(_by_host(names, axes, per_host)) for names in itertools.permutations(axes)}
     best = min(every, key=every.get)
-    mine = every[order]
-    if not close(mine, every[best]):
+    mine, least, turned = every[order], every[best], every[order[::-1]]
+    if not close(mine, least):
         one_way = max(_by_host(order, axes, per_host, back=False))
-        if close(count, one_way) and not close(mine, one_way):
-            raise Wrong(f"Stages send activations forward and gradients back: both ways count ({case}).")
-        if _near(count, every[order[::-1]]) and close(every[order[::-1]], every[best]):
-            raise Wrong(f"These bytes belong to the order read from its end: the innermost axis, whose groups are "
-                        f"neighbouring ranks, comes first ({case}).")  # fmt: skip
-        raise Wrong(f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} "
-                    f"{every[best] / 1e6:.0f} MB: count the bytes of every order ({case}).")  # fmt: skip
+        refuse(
+            case,
+            ("Stages send activations on and gradients back", close(count, one_way) and not close(mine, one_way)),
+            ("These bytes belong to the order read from its end: the innermost axis, whose groups are neighbouring ranks, "
+             "comes first", _near(count, turned) and close(turned, least)),
+            (f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} {least / 1e6:.0f} "
+             "MB: count the bytes of every order", True),
+        )  # fmt: skip
     if not _near(count, mine):
         _explain_bytes(float(count), (order, axes, per_host), passed, case)
     return order, axes, per_host
@@ -457,33 +444,25 @@ def _slips(order: tuple[str, ...], axes: Axes, per_host: int) -> dict[str, float
     """Return what each mistake makes of the bytes."""
     hosts = _by_host(order, axes, per_host)
     ranks = math.prod(size for size, _, _ in axes.values())
+
+    def busiest(**otherwise: Any) -> float:
+        return max(_by_host(order, axes, per_host, **otherwise))
+
     return {
-        "messages that stay inside a host do not leave it": max(_by_host(order, axes, per_host, crossing_only=False)),
-        "stages send activations forward and gradients back": max(_by_host(order, axes, per_host, back=False)),
+        "messages that stay inside a host do not leave it": busiest(crossing_only=False),
+        "stages send activations forward and gradients back": busiest(back=False),
         "this is what all hosts send together: each has a link of its own": sum(hosts),
         "this is the mean over the hosts: the busiest one is what all wait for": sum(hosts) / len(hosts),
         "this is the host that sends least": min(hosts),
-        "rank r is on host r // ranks_per_host: neighbouring ranks share a host": max(
-            _by_host(order, axes, per_host, dealt=True)
+        "rank r is on host r // ranks_per_host: neighbouring ranks share a host": busiest(dealt=True),
+        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it once": busiest(share=lambda size: 1),
+        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it twice": busiest(share=lambda size: 2),
+        "an all-reduce has two halves, 2(n-1)/n of the payload in all": busiest(share=lambda size: (size - 1) / size),
+        "the n of 2(n-1)/n is the size of the axis, not the number of all ranks": busiest(
+            share=lambda _: _ring_share(ranks)
         ),
-        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it once": max(
-            _by_host(order, axes, per_host, share=lambda size: 1)
-        ),
-        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it twice": max(
-            _by_host(order, axes, per_host, share=lambda size: 2)
-        ),
-        "an all-reduce has two halves, 2(n-1)/n of the payload in all": max(
-            _by_host(order, axes, per_host, share=lambda size: (size - 1) / size)
-        ),
-        "the n of 2(n-1)/n is the size of the axis, not the number of all ranks": max(
-            _by_host(order, axes, per_host, share=lambda size: _ring_share(ranks))
-        ),
-        "the first and the last stage have one neighbour only: a pipeline is no ring": max(
-            _by_host(order, axes, per_host, ends=False)
-        ),
-        "this is what one rank sends: the ranks of a host share its link": max(
-            _by_host(order, axes, per_host, each_rank=True)
-        ),
+        "the first and the last stage have one neighbour only: a pipeline is no ring": busiest(ends=False),
+        "this is what one rank sends: the ranks of a host share its link": busiest(each_rank=True),
         "what arrives at a host is counted as well, and only what leaves is asked": 2 * max(hosts),
         "the bytes are asked, and these are MB": max(hosts) / 1e6,
         "the bytes are asked, and these are MiB": max(hosts) / 2**20,

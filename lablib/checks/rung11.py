@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NoReturn
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
-from lablib.checks.judging import Wrong, check, close, numbers, whole
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, recognize, refuse, whole
 from lablib.launch.failure_zoo import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import describe_machine, gpu_report, read_run, scaling_records
@@ -92,9 +92,8 @@ def _judge_step(
     if together != sorted(right):
         _explain_samples(got, together, right, order, count, taken, batch, case)
     sizes = {len(share) for share in got}
-    if sizes != {batch // ranks}:
-        raise Wrong(f"Every rank takes {batch // ranks} of the {batch} samples, and these take {sorted(sizes)}: a rank with fewer "
-                    f"waits in a collective that the others never call ({case}).")  # fmt: skip
+    refuse(case, (f"Every rank takes {batch // ranks} of the {batch} samples, and these take {sorted(sizes)}: a rank with fewer "
+                  "waits in a collective that the others never call", sizes != {batch // ranks}))  # fmt: skip
 
 
 def _explain_samples(
@@ -106,24 +105,25 @@ def _explain_samples(
     taken: int,
     batch: int,
     case: str,
-) -> None:
-    if len(got) > 1 and all(sorted(share) == sorted(right) for share in got):
-        raise Wrong(f"Every rank takes the whole batch: they would compute the same gradient ({case}).")
-    if len(got) > 1 and all(sorted(share) == sorted(got[0]) for share in got):
-        raise Wrong(f"Every rank takes the same samples: the share must depend on `rank` ({case}).")
+) -> NoReturn:
     epoch, position = divmod(taken, count)
-    if epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch]):
-        raise Wrong(f"Every epoch has the order of the first; ask epoch_order for each of them ({case}).")
-    if taken and together == sorted(order(p // count)[p % count] for p in range(batch)):
-        raise Wrong(f"The run begins again at its first sample: what was taken before does not count ({case}).")
-    if len(together) < batch and position + batch > count:
-        raise Wrong(f"A batch that reaches the end of an epoch goes on in the next one: epochs follow each other "
-                    f"without a gap ({case}).")  # fmt: skip
-    if position + batch > count:
-        raise Wrong(f"At the end of an epoch the batch goes on in the next epoch's order, from its beginning ({case}).")
-    raise Wrong(f"Together the ranks must take samples {sorted(right)}, the next {batch} of the order, and take "
-                f"{together}: the place in the order is `taken`, of all ranks together, and knows nothing of who took "
-                f"them ({case}).")  # fmt: skip
+    over, shares = position + batch > count, [sorted(share) for share in got]
+    refuse(
+        case,
+        ("Every rank takes the whole batch: they would compute the same gradient",
+         len(got) > 1 and all(share == sorted(right) for share in shares)),
+        ("Every rank takes the same samples, whatever `rank` is",
+         len(got) > 1 and all(share == shares[0] for share in shares)),
+        ("Every epoch has the order of the first; ask epoch_order for each of them",
+         epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch])),
+        ("The run begins again at its first sample: what was taken before does not count",
+         taken and together == sorted(order(p // count)[p % count] for p in range(batch))),
+        ("A batch that reaches the end of an epoch goes on in the next one: epochs follow each other without a gap",
+         len(together) < batch and over),
+        ("At the end of an epoch the batch goes on in the next epoch's order, from its beginning", over),
+        (f"Together the ranks must take samples {sorted(right)}, the next {batch} of the order, and take {together}: the place "
+         "in the order is `taken`, of all ranks together, and knows nothing of who took them", True),
+    )  # fmt: skip
 
 
 # --- how often to save --------------------------------------------------------------------------------------
@@ -180,30 +180,29 @@ def _best_steps(step: float, save: float, mtbf: float) -> tuple[int, float]:
     return best, tried[best]
 
 
-def _explain_interval(steps: int, best: int, case: tuple[float, float, float, int], told: str) -> None:
+def _explain_interval(steps: int, best: int, case: tuple[float, float, float, int], told: str) -> NoReturn:
     step, save, hours, gpus = case
+    mtbf, one_gpu = 3600 * hours / gpus, 3600 * hours
 
     def near(seconds: float) -> bool:
         return abs(steps - seconds / step) <= 0.02 * seconds / step + 1
 
-    one_gpu = 3600 * hours
-    if gpus > 1 and near((2 * save * one_gpu) ** 0.5):
-        raise Wrong(f"Any one of the {gpus:,} GPUs stops the job, so it fails {gpus:,} times as often as one ({told}).")
-    if gpus > 1 and near((2 * save * one_gpu * gpus) ** 0.5):
-        raise Wrong(f"More GPUs fail more often: the job's time between failures is that of one GPU divided by {gpus:,}, "
-                    f"not multiplied ({told}).")  # fmt: skip
-    if near((2 * save * hours / gpus) ** 0.5) or near((2 * save * 60 * hours / gpus) ** 0.5):
-        raise Wrong(f"The time between failures is in hours, all else in seconds ({told}).")
-    if near(2 * save * one_gpu / gpus):
-        raise Wrong(f"The interval is the square root of that: seconds times seconds are no seconds ({told}).")
-    if near((2 * save * one_gpu / gpus) ** 0.5 * step) and step != 1:
-        raise Wrong(f"That is seconds; the answer is in steps, and a step takes {step:.3g} s ({told}).")
-    if near((save * one_gpu / gpus) ** 0.5):
-        raise Wrong(f"A failure destroys half an interval on average, not a whole one: that is where the 2 comes from "
-                    f"({told}).")  # fmt: skip
-    every = "every step" if steps == 1 else f"every {steps:,} steps"
-    raise Wrong(f"Saving {every} loses more time than every {best:,}: weigh the seconds of saving in each "
-                f"interval against half an interval of work per failure ({told}).")  # fmt: skip
+    def young(between: float) -> bool:
+        return near((2 * save * between) ** 0.5)
+
+    refuse(
+        told,
+        (f"Any of the {gpus:,} GPUs stops the job, which fails so many times as often", gpus > 1 and young(one_gpu)),
+        (f"More GPUs fail more often: the job's time between failures is that of one GPU divided by {gpus:,}, not multiplied",
+         gpus > 1 and young(one_gpu * gpus)),
+        ("The time between failures is in hours, all else in seconds", young(hours / gpus) or young(60 * hours / gpus)),
+        ("The interval is the square root of that: seconds times seconds are no seconds", near(2 * save * mtbf)),
+        (f"That is seconds, and the answer is in steps of {step:.3g} s",
+         step != 1 and near((2 * save * mtbf) ** 0.5 * step)),
+        ("A failure destroys half an interval on average, not a whole one: that is where the 2 comes from", young(mtbf / 2)),
+        (f"Saving {'every step' if steps == 1 else f'every {steps:,} steps'} loses more time than every {best:,}: weigh the "
+         "seconds of saving in each interval against half an interval of work per failure", True),
+    )  # fmt: skip
 
 
 # --- the gradient noise scale -------------------------------------------------------------------------------
@@ -229,9 +228,7 @@ def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> st
         if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
             cases.append((small, big, b, b * times))
     for case in cases:
-        got = answer(list(case[0]), list(case[1]), *case[2:])
-        if not isinstance(got, dict) or set(got) != set(_NOISE_KEYS):
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_NOISE_KEYS)}.")
+        got = by_name(answer(list(case[0]), list(case[1]), *case[2:]), *_NOISE_KEYS)
         truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
         right = {"signal": truth.signal, "noise": truth.noise, "examples": truth.examples}
         off = _rounding(*case)
@@ -244,10 +241,8 @@ def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> st
 def _rounding(small: Sequence[float], big: Sequence[float], batch_small: int, batch_big: int) -> dict[str, float]:
     """Return how far 32-bit floats may be off: a mean by 1e-6 of itself, and the differences of two by more."""
     mean = 1e-6 * fmean(small)
-    signal, noise = (
-        mean * (batch_big + batch_small) / (batch_big - batch_small),
-        2 * mean / (1 / batch_small - 1 / batch_big),
-    )
+    signal = mean * (batch_big + batch_small) / (batch_big - batch_small)
+    noise = 2 * mean / (1 / batch_small - 1 / batch_big)
     truth = solve(small, big, batch_small=batch_small, batch_big=batch_big)
     return {"signal": signal, "noise": noise, "examples": noise / truth.signal + truth.examples * signal / truth.signal}
 
@@ -257,40 +252,32 @@ def _squares(norms: Sequence[float]) -> list[float]:
 
 
 def _explain_noise(
-    got: dict[str, float],
-    right: dict[str, float],
-    small: Sequence[float],
-    big: Sequence[float],
-    batch_small: int,
-    batch_big: int,
-) -> None:
-    told = f"batches {batch_small} and {batch_big}, {len(small)} steps"
-    each = [solve([s], [b], batch_small=batch_small, batch_big=batch_big) for s, b in zip(small, big, strict=True)]
-    off = _rounding(small, big, batch_small, batch_big)
+    got: dict[str, float], right: dict[str, float], small: Sequence[float], big: Sequence[float], b: int, times_b: int
+) -> NoReturn:
+    sizes = {"batch_small": b, "batch_big": times_b}
+    each = [solve([one], [other], **sizes) for one, other in zip(small, big, strict=True)]
+    off = _rounding(small, big, b, times_b)
     near = {key: close(got[key], right[key], rel=off[key] / abs(right[key])) for key in _NOISE_KEYS}
-    if near["signal"] and near["noise"]:
-        if all(one.signal for one in each) and close(
-            got["examples"], fmean(one.noise / one.signal for one in each), rel=1e-6
-        ):
-            raise Wrong(
-                f"A mean of ratios is not the ratio of the means, and is wrong on average: divide last ({told})."
-            )
-        if close(got["examples"] * got["noise"], got["signal"], rel=1e-6):
-            raise Wrong(f"The noise scale is noise over signal, not signal over noise ({told}).")
-        raise Wrong(f"The noise scale is noise over signal, both as you returned them ({told}).")
-    if close(got["signal"], solve(_squares(small), _squares(big), batch_small=batch_small, batch_big=batch_big).signal):
-        raise Wrong(f"The numbers are squared norms already: do not square them again ({told}).")
-    if close(got["signal"], fmean(big), rel=1e-6):
-        raise Wrong(f"The big batch's squared norm still has noise in it, tr(Σ)/B: take it out of the signal ({told}).")
-    if close(got["noise"], fmean(small) - fmean(big), rel=1e-6):
-        raise Wrong(f"The difference of the two norms is tr(Σ) times (1/b - 1/B), so divide by that ({told}).")
-    if close(got["signal"], solve(small[:1], big[:1], batch_small=batch_small, batch_big=batch_big).signal, rel=1e-6):
-        raise Wrong(f"One step says next to nothing: take the mean over all steps first ({told}).")
-    middle = solve([median(small)], [median(big)], batch_small=batch_small, batch_big=batch_big).signal
-    if close(got["signal"], middle, rel=1e-6):
-        raise Wrong(f"The equations hold for means: the median of squared norms is another number ({told}).")
-    raise Wrong(f"Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
-                f"{right['signal']:.4g} and noise {right['noise']:.4g} ({told}).")  # fmt: skip
+    both = near["signal"] and near["noise"]
+
+    def signal(small: Sequence[float], big: Sequence[float]) -> bool:
+        return close(got["signal"], solve(small, big, **sizes).signal)
+
+    refuse(
+        f"batches {b} and {times_b}, {len(small)} steps",
+        ("A mean of ratios is not the ratio of the means, and is wrong on average: divide last",
+         both and all(one.signal for one in each)
+         and close(got["examples"], fmean(one.noise / one.signal for one in each if one.signal))),
+        ("The noise scale is not signal over noise", both and close(got["examples"] * got["noise"], got["signal"])),
+        ("The noise scale is noise over signal, both as you returned them", both),
+        ("The numbers are squared norms already: do not square them again", signal(_squares(small), _squares(big))),
+        ("The big batch's squared norm still has noise in it, tr(Σ)/B", close(got["signal"], fmean(big))),
+        ("The difference of the two is tr(Σ) times (1/b - 1/B)", close(got["noise"], fmean(small) - fmean(big))),
+        ("One step says next to nothing: take the mean over all steps first", signal(small[:1], big[:1])),
+        ("The equations hold for means, and not for medians", signal([median(small)], [median(big)])),
+        ("Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
+         f"{right['signal']:.4g} and noise {right['noise']:.4g}", True),
+    )  # fmt: skip
 
 
 # --- the failure zoo ----------------------------------------------------------------------------------------
@@ -359,13 +346,12 @@ def diagnose(answer: Callable[[Symptoms], str]) -> str:
         if said == truth:
             continue
         print(symptoms)
-        if said not in names:
-            raise Wrong(f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}.")
-        if truth == HEALTHY:
-            raise Wrong(f"A healthy job is called {said!r}: its symptoms are above, and the fault has one that is not "
-                        "among them.")  # fmt: skip
-        raise Wrong(f"A job with the fault {truth!r} is called {said!r}: its symptoms are above. Look again: "
-                    f"{_LOOK[truth]}.")  # fmt: skip
+        refuse(
+            "",
+            (f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}", said not in names),
+            (f"A healthy job is called {said!r}, and one symptom of that is missing above", truth == HEALTHY),
+            (f"A job with the fault {truth!r} is called {said!r}: its symptoms are above. Look again: {_LOOK[truth]}", True),
+        )  # fmt: skip
     return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
 
 
@@ -374,7 +360,7 @@ def diagnose(answer: Callable[[Symptoms], str]) -> str:
 HONEST = "honest"
 
 #: What a report did, for a claim that is not honest.
-_SAID = {
+_MISTAKES = {
     "attention left out": "it counts 6N a token and leaves attention's two products with scores out",
     "attention twice": "it counts 24Lhs a token for attention in place of 12Lhs",
     "padding counted": "it counts positions that are padding",
@@ -427,7 +413,7 @@ def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
         claims = _claims(job)
         # Two mistakes of one job are to be a tenth apart: nobody has to guess.
         ordered = sorted(claims.values())
-        mistake = (HONEST, *_SAID)[len(found) % (1 + len(_SAID))]
+        mistake = (HONEST, *_MISTAKES)[len(found) % (1 + len(_MISTAKES))]
         if mistake in claims and all(b > 1.1 * a for a, b in pairwise(ordered)):
             found.append((mistake, job | {"mfu": claims[mistake]}))
     return found
@@ -450,29 +436,29 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
         case = ", ".join(
             f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in report.items()
         )
-        if not close(got, claims[HONEST], rel=1e-6):
-            slip = next((name for name, claim in claims.items() if close(got, claim, rel=1e-6)), None)
-            other = {
-                100 * claims[HONEST]: "That is in percent; an MFU is a share, from 0 to 1",
-                report["gpus"] * claims[HONEST]: "Tokens are of all GPUs, so divide by the peak of all of them",
-                _causal(report): "This counts the pairs of attention that a causal mask leaves; asked is the "
-                "convention of this rung's equation, 12Lhs, which counts all pairs",
-                claims[HONEST] / 3: "Backward takes twice the FLOPs of forward: 6N and 12Lhs count all three",
-            }
-            for value, said_of_it in other.items():
-                if close(got, value, rel=1e-6):
-                    raise Wrong(f"{said_of_it} ({case}).")
-            if slip:
-                raise Wrong(f"Your own MFU has the mistake {slip!r}: {_SAID[slip]} ({case}).")
-            raise Wrong(f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense "
-                        f"peak of all GPUs: {claims[HONEST]:.4f}, not {_float(got):.4f} ({case}).")  # fmt: skip
-        if said == mistake:
-            continue
-        if said not in (HONEST, *_SAID):
-            raise Wrong(f"The mistake is one of {', '.join(map(repr, (HONEST, *_SAID)))}, and not {said!r}.")
-        if mistake == HONEST:
-            raise Wrong(f"This report is honest, and you say {said!r} ({case}).")
-        raise Wrong(f"You say {said!r}, but {_SAID[mistake]}, which makes {claims[mistake]:.4f} ({case}).")
+        mine = claims[HONEST]
+        if not close(got, mine):
+            slips = [
+                ("That is in percent; an MFU is a share, from 0 to 1", 100 * mine),
+                ("Tokens are of all GPUs, so divide by the peak of all of them", report["gpus"] * mine),
+                ("This counts the pairs of attention that a causal mask leaves; asked is the convention of this rung's "
+                 "equation, 12Lhs, which counts all pairs", _causal(report)),
+                ("Backward takes twice the FLOPs of forward: 6N and 12Lhs count all three", mine / 3),
+                *((f"Your own MFU has the mistake {name!r}: {_MISTAKES[name]}", claims[name])
+                  for name in _MISTAKES if name in claims),
+            ]  # fmt: skip
+            recognize(got, case, slips)
+        refuse(
+            case,
+            (f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense peak of all GPUs: "
+             f"{mine:.4f}, not {_float(got):.4f}", not close(got, mine)),
+        )  # fmt: skip
+        if said not in (HONEST, *_MISTAKES):
+            raise Wrong(f"The mistake is one of {', '.join(map(repr, (HONEST, *_MISTAKES)))}, and not {said!r}.")
+        if said != mistake:
+            why = "This report is honest, and you say" if mistake == HONEST else "You say"
+            but = "" if mistake == HONEST else f", but {_MISTAKES[mistake]}, which makes {claims[mistake]:.4f}"
+            raise Wrong(f"{why} {said!r}{but} ({case}).")
     return f"{len(mfu_reports(seed))} reports, honest ones among them."
 
 
@@ -499,15 +485,12 @@ Phases = dict[str, float]
 def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> str:
     """Judge `observe_scaling(alone, ranks, scaling)` on timelines of known answer, then on a run that happened."""
     dice = random.Random(seed)
+    one, uneven = _rank(data=1, compute=7), _rank(data=1, compute=9, communication=1)
     cases = [
-        (_rank(data=1, compute=7), [_rank(data=1, compute=7, communication=2)] * 2, "weak"),
-        (_rank(data=1, compute=7), [_rank(data=0.5, compute=3.5, communication=1)] * 2, "strong"),
-        (
-            _rank(data=1, compute=7),
-            [_rank(data=1, compute=7, communication=3), _rank(data=1, compute=9, communication=1)],
-            "weak",
-        ),
-        (_rank(data=1, compute=7), [_rank(data=1, compute=7), _rank(data=4, compute=7)], "weak"),
+        (one, [_rank(data=1, compute=7, communication=2)] * 2, "weak"),
+        (one, [_rank(data=0.5, compute=3.5, communication=1)] * 2, "strong"),
+        (one, [_rank(data=1, compute=7, communication=3), uneven], "weak"),
+        (one, [one, _rank(data=4, compute=7)], "weak"),
         # Data is read faster than alone: more is gained there than any other part loses.
         (_rank(data=4, compute=7), [_rank(data=1, compute=8, communication=2.5)] * 2, "weak"),
     ]
@@ -515,14 +498,10 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         scaling, n = dice.choice(("weak", "strong")), dice.randint(2, 6)
         share = 1.0 if scaling == "weak" else 1 / n
         alone = _rank(data=dice.uniform(0.1, 1), compute=dice.uniform(5, 9))
-        ranks = [
-            _rank(
-                data=share * alone["data"] * dice.uniform(1, 3),
-                compute=share * alone["compute"] * dice.uniform(1, 1.3),
-                communication=dice.uniform(0.2, 3),
-            )
-            for _ in range(n)
-        ]
+        ranks = []
+        for _ in range(n):
+            data, compute = share * alone["data"] * dice.uniform(1, 3), share * alone["compute"] * dice.uniform(1, 1.3)
+            ranks.append(_rank(data=data, compute=compute, communication=dice.uniform(0.2, 3)))
         cases.append((alone, ranks, scaling))
     for alone, ranks, scaling in cases:
         _judge_scaling(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
@@ -546,73 +525,73 @@ def _rank(*, data: float, compute: float, communication: float = 0.0) -> Phases:
 def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) -> None:
     if not isinstance(found, dict) or set(found) != set(_KEYS):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    lost = found["lost"]
+    lost, limit = found["lost"], found["limit"]
     if not isinstance(lost, dict) or not set(lost) >= set(_PARTS) or any(lost[key] for key in set(lost) - set(_PARTS)):
         raise Wrong(f"`lost` is a dictionary of seconds with the keys {', '.join(_PARTS)}.")
-    loss = scaling_loss([[alone]], [list(ranks)], scaling=scaling)
-    told = f"{scaling}, one rank {alone['seconds']:.3g} s, {len(ranks)} ranks {loss.seconds:.3g} s"
-    n = len(ranks)
+    loss, n = scaling_loss([[alone]], [list(ranks)], scaling=scaling), len(ranks)
+    told = f"{scaling}, one rank {alone['seconds']:.3g} s, {n} ranks {loss.seconds:.3g} s"
     faster = loss.efficiency * n
     if not close(found["speedup"], faster, rel=_ROUNDING):
         _explain_speedup(_float(found["speedup"]), faster, alone, ranks, scaling, told)
     if not close(found["efficiency"], faster / n, rel=_ROUNDING):
-        if close(found["efficiency"], faster, rel=_ROUNDING):
-            raise Wrong(f"That is the speedup; the efficiency is the speedup over the number of ranks ({told}).")
-        if close(found["efficiency"], 100 * faster / n, rel=_ROUNDING):
-            raise Wrong(f"That is in percent; an efficiency of 1 is perfect ({told}).")
+        slips = [
+            ("That is the speedup; the efficiency is the speedup over the number of ranks", faster),
+            ("That is in percent; an efficiency of 1 is perfect", 100 * faster / n),
+        ]
+        recognize(found["efficiency"], told, slips)
         raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
     for part in _PARTS:
         # Parts are differences of seconds: rounding is measured against the step, not against the part.
         if not close(lost[part] - loss.parts[part] + loss.seconds, loss.seconds, rel=_ROUNDING):
             _explain_part(part, _float(lost[part]), loss, ranks, told)
     largest = max(lost, key=lost.__getitem__)
-    if found["limit"] != largest and lost.get(found["limit"]) != lost[largest]:
-        if found["limit"] in _PARTS and lost[found["limit"]] < 0:
-            raise Wrong(
-                f"{found['limit']} took less than in the ideal step: what was gained there limits nothing ({told})."
-            )
-        raise Wrong(f"`limit` names the largest part, here {largest!r}, and not {found['limit']!r} ({told}).")
+    if limit != largest and lost.get(limit) != lost[largest]:
+        refuse(
+            told,
+            (f"{limit} took less than in the ideal step, and limits nothing", limit in _PARTS and lost[limit] < 0),
+            (f"`limit` names the largest part, here {largest!r}, and not {limit!r}", True),
+        )  # fmt: skip
 
 
-def _explain_speedup(got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str) -> None:
-    mean = fmean(rank["seconds"] for rank in ranks)
-    step = max(rank["seconds"] for rank in ranks)
-    n = len(ranks)
-    other = right / n if scaling == "weak" else right * n
-    if close(got, other, rel=_ROUNDING):
-        raise Wrong("Weak scaling does n times the work in a step, strong scaling the same work: throughput over "
-                    f"throughput is n T_1/T_n for the one and T_1/T_n for the other ({told}).")  # fmt: skip
-    if mean != step and close(got, right * step / mean, rel=_ROUNDING):
-        raise Wrong(f"A step ends when its slowest rank has ended: T_n is the longest of the ranks' times ({told}).")
-    if close(got, 1 / right, rel=_ROUNDING):
-        raise Wrong(f"A speedup above one is faster: it is the other way round ({told}).")
-    if close(got * alone["seconds"], step, rel=_ROUNDING):
-        raise Wrong(f"That is a ratio of times; the speedup is one of throughputs ({told}).")
+def _explain_speedup(
+    got: float, right: float, alone: Phases, ranks: Sequence[Phases], scaling: str, told: str
+) -> NoReturn:
+    seconds, n = [rank["seconds"] for rank in ranks], len(ranks)
+    mean, step = fmean(seconds), max(seconds)
+    slips = [
+        ("Weak scaling does n times the work in a step, strong scaling the same work: throughput over throughput is n T_1/T_n "
+         "for the one and T_1/T_n for the other", right / n if scaling == "weak" else right * n),
+        ("A step ends when its slowest rank has ended: T_n is the longest of the ranks' times", right * step / mean),
+        ("A speedup above one is faster: it is the other way round", 1 / right),
+        ("That is a ratio of times; the speedup is one of throughputs", step / alone["seconds"]),
+    ]  # fmt: skip
+    recognize(got, told, slips)
     raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
 
 
-def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> None:
-    sent = [rank["communication"] for rank in ranks]
-    right = loss.parts[part]
+def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> NoReturn:
+    sent, right = [rank["communication"] for rank in ranks], loss.parts[part]
+    own = part in ("data", "compute")
 
     def near(value: float) -> bool:
         return abs(got - value) <= _ROUNDING * loss.seconds
 
-    if part == "communication" and (near(fmean(sent)) or near(max(sent))):
-        raise Wrong("What a rank sees as communication holds its wait for those that come later. The rank that comes "
-                    f"last waits for nobody, so the transfer itself is the least that any rank spent ({told}).")  # fmt: skip
-    if part == "imbalance" and near(fmean(sent) - min(sent)):
-        raise Wrong("A rank that is done before the step ends waits too: add the time from its own end to the end of "
-                    f"the slowest one ({told}).")  # fmt: skip
-    if part == "imbalance" and near(max(sent) - min(sent)):
-        raise Wrong(f"Take the mean over the ranks of what they waited, so that the parts add up ({told}).")
-    if part in ("data", "compute") and near(fmean(rank[part] for rank in ranks)):
-        raise Wrong(f"Lost is what {part} took longer than in the ideal step, not all that it took ({told}).")
-    if part in ("data", "compute") and loss.scaling == "strong":
-        raise Wrong(f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of "
-                    f"what one rank needs: {right:.3g} s are lost there, not {got:.3g} ({told}).")  # fmt: skip
-    raise Wrong(f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
-                f"{loss.seconds - loss.ideal:.3g} s ({told}).")  # fmt: skip
+    refuse(
+        told,
+        ("What a rank sees as communication holds its wait for those that come later. The rank that comes last waits for "
+         "nobody, so the transfer itself is the least that any rank spent",
+         part == "communication" and (near(fmean(sent)) or near(max(sent)))),
+        ("A rank that is done before the step ends waits too: add the time from its own end to the end of the slowest one",
+         part == "imbalance" and near(fmean(sent) - min(sent))),
+        ("Take the mean over the ranks of what they waited, so that the parts add up",
+         part == "imbalance" and near(max(sent) - min(sent))),
+        (f"Lost is what {part} took longer than in the ideal step, not all that it took",
+         own and near(fmean(rank[part] for rank in ranks))),
+        (f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of what one rank "
+         f"needs: {right:.3g} s are lost there, not {got:.3g}", own and loss.scaling == "strong"),
+        (f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
+         f"{loss.seconds - loss.ideal:.3g} s", True),
+    )  # fmt: skip
 
 
 # --- a job that ran -----------------------------------------------------------------------------------------

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, whole
+from lablib.checks.judging import (
+    Wrong,
+    by_name,
+    check,
+    chosen,
+    close,
+    close_bytes,
+    numbers,
+    pair,
+    recognize,
+    refuse,
+    whole,
+)
 
 __all__ = ["choose_split", "global_loss", "held_positions", "merge", "sent_bytes"]
-
-
-def _pair(got: Any, otherwise: str) -> tuple[Any, Any]:
-    """Return the two parts of an answer, whatever holds them."""
-    if is_dataclass(got) and not isinstance(got, type):
-        got = [getattr(got, field.name) for field in fields(got)]
-    if isinstance(got, Mapping | str) or not hasattr(got, "__iter__") or getattr(got, "ndim", 1) == 0:
-        raise Wrong(otherwise)
-    parts = list(got)
-    if len(parts) != 2:
-        raise Wrong(otherwise)
-    return parts[0], parts[1]
 
 
 # --- two parts of a softmax ---------------------------------------------------------------------------------
@@ -91,15 +91,9 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
 
 
 def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
-    named = by_name(got, "out", "lse")
-    pair = (
-        tuple(named.values())
-        if named
-        else _pair(
-            got, "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
-        )
-    )
-    out, lse = (_tensor(each, name) for each, name in zip(pair, ("The output", "lse"), strict=True))
+    otherwise = "Return a pair, like the two that you were given: the output, and the log of the sum of exponentials."
+    parts = zip(pair(got, otherwise, "out", "lse"), ("The output", "lse"), strict=True)
+    out, lse = (_tensor(each, name) for each, name in parts)
     if (out.numel(), lse.numel()) != (truth[0].numel(), truth[1].numel()):
         raise Wrong(f"For rows of width {truth[0].shape[1]} return an output of shape {tuple(truth[0].shape)}, and one "
                     f"lse a row; yours have the shapes {tuple(out.shape)} and {tuple(lse.shape)}.")  # fmt: skip
@@ -109,53 +103,44 @@ def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
     if out.isnan().any() or lse.isnan().any() or (lse == math.inf).any() or out.isinf().any():
         raise Wrong(_not_a_number(kind))
     (out_a, lse_a), (out_b, lse_b) = a, b
+    larger = torch.maximum(lse_a, lse_b)
     if not _near(lse, truth[1]):
         if "no row" in kind:
             raise Wrong(f"Both lse are -inf, the log of a sum of nothing; merged it still is, and yours is {_shown(lse)} "
                         f"({kind}).")  # fmt: skip
         _refuse_half(lse, truth[1], "lse")
-        slips = {
-            "These are the sums of exponentials; lse is the logarithm of their sum": lse_a.exp() + lse_b.exp(),
-            "The two lse are added, which multiplies the sums: exp(lse) is what adds up": lse_a + lse_b,
-            "The larger lse is kept, so the keys of the other block are lost": torch.maximum(lse_a, lse_b),
-            "The two lse are averaged: the sums of exponentials add up": (lse_a + lse_b) / 2,
-            "This logarithm is of base 2; the scores are exponents of e": truth[1] / math.log(2),
-            "The sums are averaged: they are two parts of one sum": truth[1] - math.log(2),
-            "The largest lse of all rows is subtracted, and exp() of a far smaller one is 0: each row has its own": (
-                _with_one_maximum(lse_a, lse_b)
-            ),
-        }
-        for sentence, slip in slips.items():
-            if _near(lse, slip):
-                raise Wrong(f"{sentence} ({kind}).")
+        slips = [
+            ("These are the sums of exponentials; lse is the logarithm of their sum", lse_a.exp() + lse_b.exp()),
+            ("The two lse are added, which multiplies the sums: exp(lse) is what adds up", lse_a + lse_b),
+            ("The larger lse is kept, so the keys of the other block are lost", larger),
+            ("The two lse are averaged: the sums of exponentials add up", (lse_a + lse_b) / 2),
+            ("This logarithm is of base 2; the scores are exponents of e", truth[1] / math.log(2)),
+            ("The sums are averaged: they are two parts of one sum", truth[1] - math.log(2)),
+            ("The largest lse of all rows is subtracted, and exp() of a far smaller one is 0: each row has its own",
+             _with_one_maximum(lse_a, lse_b)),
+        ]  # fmt: skip
+        recognize(lse, kind, slips, _near)
         raise Wrong(f"lse must be the log of exp(lse of a) + exp(lse of b): {_shown(truth[1])}, and yours is "
                     f"{_shown(lse)} ({kind}).")  # fmt: skip
-    if not _near(out, truth[0]):
-        _refuse_half(out, truth[0], "The output")
-        weigh_a, weigh_b = ((each - truth[1]).exp().nan_to_num(0.0).unsqueeze(-1) for each in (lse_a, lse_b))
-        total = (lse_a.exp() + lse_b.exp()).unsqueeze(-1)
-        score_a, score_b = lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)
-        slips = {
-            "The outputs are averaged; a block with large scores must count for more": (out_a + out_b) / 2,
-            "The outputs are added. Each is divided by its own sum already, so each must be weighed by its share of "
-            "both sums": out_a + out_b,
-            "The weights are exchanged: a's output weighs exp(lse of a) over both": weigh_b * out_a + weigh_a * out_b,
-            "The weights are the lse themselves; a block's weight is exp(lse), its sum of exponentials": (
-                score_a * out_a + score_b * out_b
-            )
-            / (score_a + score_b),
-            "The outputs are weighed and not divided by the new sum": total * truth[0],
-            "The block with the larger sum takes all; both blocks have a share": torch.where(
-                score_a >= score_b, out_a, out_b
-            ),
-            "The larger output is kept; both blocks have a share": torch.maximum(out_a, out_b),
-            "The larger lse is subtracted and the division by the new sum is missing": truth[0]
-            * (truth[1] - torch.maximum(lse_a, lse_b)).exp().unsqueeze(-1),
-        }
-        for sentence, slip in slips.items():
-            if _near(out, slip):
-                raise Wrong(f"lse is right. {sentence} ({kind}).")
-        raise Wrong(f"lse is right, and the output is not: each output weighs exp(its lse - new lse) ({kind}).")
+    if _near(out, truth[0]):
+        return
+    _refuse_half(out, truth[0], "The output")
+    weigh_a, weigh_b = ((each - truth[1]).exp().nan_to_num(0.0).unsqueeze(-1) for each in (lse_a, lse_b))
+    total = (lse_a.exp() + lse_b.exp()).unsqueeze(-1)
+    score_a, score_b = lse_a.unsqueeze(-1), lse_b.unsqueeze(-1)
+    slips = [
+        ("The outputs are averaged; a block with large scores must count for more", (out_a + out_b) / 2),
+        ("The outputs are added. Each is divided by its own sum: weigh it by its share of both sums", out_a + out_b),
+        ("The weights are exchanged: a's output weighs exp(lse of a) over both", weigh_b * out_a + weigh_a * out_b),
+        ("The weights are the lse themselves; a block's weight is exp(lse), its sum of exponentials",
+         (score_a * out_a + score_b * out_b) / (score_a + score_b)),
+        ("The outputs are weighed and not divided by the new sum", total * truth[0]),
+        ("The block with the larger sum takes all; both blocks have a share", torch.where(score_a >= score_b, out_a, out_b)),
+        ("The larger output is kept; both blocks have a share", torch.maximum(out_a, out_b)),
+        ("The division by the new sum is missing", truth[0] * (truth[1] - larger).exp().unsqueeze(-1)),
+    ]  # fmt: skip
+    recognize(out, kind, [(f"lse is right. {sentence}", slip) for sentence, slip in slips], _near)
+    raise Wrong(f"lse is right, and the output is not: each output weighs exp(its lse - new lse) ({kind}).")
 
 
 def _with_one_maximum(lse_a: Tensor, lse_b: Tensor) -> Tensor:
@@ -164,17 +149,16 @@ def _with_one_maximum(lse_a: Tensor, lse_b: Tensor) -> Tensor:
 
 
 def _not_a_number(kind: str, error: str = "") -> str:
-    what = f"stops with {error}" if error else "is not a number"
+    what = f"the result {f'stops with {error}' if error else 'is not a number'}"
     if "1,000" in kind:
-        return (f"With {kind} the result {what}: exp(1,000) is more than a float can hold, and exp(-1,000) is zero. "
-                "Subtract the larger of both lse before the exponential.")  # fmt: skip
+        return (f"With {kind} {what}: exp(1,000) is more than a float can hold, and exp(-1,000) is zero. Subtract the larger "
+                "of both lse before the exponential.")  # fmt: skip
     if "nothing" in kind:
-        return (f"With {kind} the result {what}: there lse is -inf and its weight is zero, so the result must be the "
-                "other part.")  # fmt: skip
+        return f"With {kind} {what}: there lse is -inf and its weight is zero, so the result must be the other part."
     if "no row" in kind:
-        return (f"With {kind} the result {what}: both lse are -inf, and -inf minus -inf is undefined. Nothing merged "
-                "with nothing is output 0 and lse -inf.")  # fmt: skip
-    return f"The result {what} ({kind})."
+        return (f"With {kind} {what}: both lse are -inf, and -inf minus -inf is undefined. Nothing merged with nothing is "
+                "output 0 and lse -inf.")  # fmt: skip
+    return f"{what.capitalize()} ({kind})."
 
 
 def _near(got: Tensor, truth: Tensor) -> bool:
@@ -256,41 +240,43 @@ def _listed(positions: Any, cp: int, rank: int) -> list[int]:
 
 
 def _judge_positions(ranks: list[list[int]], seq: int, cp: int) -> None:
-    case = f"seq={seq}, cp={cp}"
-    width = seq // (2 * cp)
+    case, width = f"seq={seq}, cp={cp}", seq // (2 * cp)
     right = [[*range(r * width, (r + 1) * width), *range(seq - (r + 1) * width, seq - r * width)] for r in range(cp)]
-    if [sorted(held) for held in ranks] == right:
+    parts = [list(range(r * seq // cp, (r + 1) * seq // cp)) for r in range(cp)]
+    given = [sorted(held) for held in ranks]
+    if given == right:
         return
-    if width > 1 and [sorted(held) for held in ranks] == [[r, 2 * cp - 1 - r] for r in range(cp)]:
-        raise Wrong(f"These are the numbers of the chunks; return the positions in them ({case}).")
-    every = [position for held in ranks for position in held]
-    if any(not 0 <= position < seq for position in every):
-        raise Wrong(f"A rank holds position {max(every, key=abs)}, and they go from 0 to {seq - 1} ({case}).")
-    if len(every) != len(set(every)):
-        twice = min(position for position in every if every.count(position) > 1)
-        raise Wrong(f"Position {twice} is held twice: each token has one rank, and it would count twice in the loss "
-                    f"({case}).")  # fmt: skip
-    if len(every) < seq:
-        raise Wrong(f"Nobody holds position {min(set(range(seq)) - set(every))}: all {seq} must be dealt out ({case}).")
+    every, count = [position for held in ranks for position in held], Counter()
+    count.update(every)
     work = [sum(position + 1 for position in held) for held in ranks]
-    if [sorted(held) for held in ranks] == [list(range(r * seq // cp, (r + 1) * seq // cp)) for r in range(cp)]:
-        raise Wrong(f"Each rank has one contiguous part, so the last one computes {work[-1]} scores under the mask and the "
-                    f"first {work[0]}: all wait for the last ({case}).")  # fmt: skip
-    if len(set(map(len, ranks))) > 1:
-        raise Wrong(f"The ranks hold unequal numbers of tokens: {list(map(len, ranks))} ({case}).")
-    if len(set(work)) > 1:
-        raise Wrong(f"The ranks compute {work} scores under the causal mask: an early chunk belongs to a late one, so "
-                    f"that all come out equal ({case}).")  # fmt: skip
+    refuse(
+        case,
+        ("These are the numbers of the chunks; return the positions in them",
+         width > 1 and given == [[r, 2 * cp - 1 - r] for r in range(cp)]),
+        (lambda: f"A rank holds position {max(every, key=abs)}, and they go from 0 to {seq - 1}",
+         any(not 0 <= position < seq for position in every)),
+        (lambda: f"Position {min(p for p in every if count[p] > 1)} is held twice: each token has one rank, and it would "
+         "count twice in the loss", len(every) != len(count)),
+        (lambda: f"Nobody holds position {min(set(range(seq)) - set(every))}: all {seq} must be dealt out",
+         len(every) < seq),
+        (f"Each rank has one contiguous part, so the last one computes {work[-1]} scores under the mask and the first "
+         f"{work[0]}: all wait for the last", given == parts),
+        (f"The ranks hold unequal numbers of tokens: {list(map(len, ranks))}", len(set(map(len, ranks))) > 1),
+        (f"The ranks compute {work} scores under the causal mask: an early chunk belongs to a late one, so that all come "
+         "out equal", len(set(work)) > 1),
+    )  # fmt: skip
     for step in range(cp):
         scores = [_pairs(ranks[r], ranks[(r - step) % cp]) for r in range(cp)]
-        if len(set(scores)) > 1:
-            raise Wrong(f"In all the ranks compute equally many scores, but in step {step} of the ring {scores}, and in "
-                        f"every step all wait for the slowest: give each rank two whole chunks ({case}).")  # fmt: skip
-    if any(len({position // width for position in held}) > 2 for held in ranks):
-        raise Wrong(f"Equally many scores everywhere, but rank 0 holds {len(ranks[0])} tokens in more than two pieces: give "
-                    f"each rank two whole chunks, so that most blocks are free of the mask or empty ({case}).")  # fmt: skip
-    raise Wrong(f"The pairs of chunks are right, and on other ranks than asked: rank 0 has the first chunk and the last, "
-                f"rank 1 their neighbours ({case}).")  # fmt: skip
+        told = f"In all the ranks compute equally many scores, but in step {step} of the ring {scores}, and in every step all"
+        refuse(case, (f"{told} wait for the slowest: give each rank two whole chunks", len(set(scores)) > 1))
+    refuse(
+        case,
+        (f"Equally many scores everywhere, but rank 0 holds {len(ranks[0])} tokens in more than two pieces: give each rank "
+         "two whole chunks, so that most blocks are free of the mask or empty",
+         any(len({position // width for position in held}) > 2 for held in ranks)),
+        ("The pairs of chunks are right, and on other ranks than asked: rank 0 has the first chunk and the last, rank 1 "
+         "their neighbours", True),
+    )  # fmt: skip
 
 
 # --- one loss for all ranks ---------------------------------------------------------------------------------
@@ -326,49 +312,47 @@ def _of(sums: list[float], counts: list[int]) -> str:
 
 
 def _judge_loss(got: Any, sums: list[float], counts: list[int]) -> None:
-    loss, factor = _pair(got, "Return a pair: the loss of all tokens, and the factor of a rank's own sum.")
+    loss, factor = pair(got, "Return a pair: the loss of all tokens, and the factor of a rank's own sum.")
     case, n, total = _of(sums, counts), len(sums), sum(counts)
-    if not close(loss, sum(sums) / total):
-        means = [each / count for each, count in zip(sums, counts, strict=True) if count]
-        slips = {
-            "This is the mean of the ranks' means: a token on a rank with few of them counts for more": sum(means)
-            / len(means),
-            "This is a mean of means in which a rank without tokens counts as loss 0": sum(means) / n,
-            "This is the sum over all ranks; divide it by the tokens of all ranks": sum(sums),
-            "The sum is divided by the number of ranks; it is a mean over tokens": sum(sums) / n,
-            "The means of the ranks are added up: the loss would grow with cp": sum(means),
-            "The loss is divided by the ranks as well: the sum over all ranks over all tokens is the mean": sum(sums)
-            / total
-            / n,
-            "This is the loss of rank 0 alone": sums[0] / counts[0],
-        }
-        for sentence, slip in slips.items():
-            if close(loss, slip):
-                raise Wrong(f"{sentence} ({case}).")
-        if close(loss, n / total) and close(factor, sum(sums) / total):
-            raise Wrong("The loss comes first, then the factor.")
-        raise Wrong(f"The loss is {sum(sums) / total:.6g}, the sum over all ranks by the tokens of all ranks, and not "
-                    f"{float(loss):.6g} ({case}).")  # fmt: skip
+    truth, right = sum(sums) / total, n / total
+    means = [each / count for each, count in zip(sums, counts, strict=True) if count]
+    if not close(loss, truth):
+        slips = [
+            ("This is the mean of the ranks' means, where tokens of few count for more", sum(means) / len(means)),
+            ("This is a mean of means in which a rank without tokens counts as loss 0", sum(means) / n),
+            ("This is the sum over all ranks; divide it by the tokens of all ranks", sum(sums)),
+            ("The sum is divided by the number of ranks; it is a mean over tokens", sum(sums) / n),
+            ("The means of the ranks are added up: the loss would grow with cp", sum(means)),
+            ("The loss is divided by the ranks as well: the sum over all ranks over all tokens is the mean", truth / n),
+            ("This is the loss of rank 0 alone", sums[0] / counts[0]),
+        ]  # fmt: skip
+        recognize(loss, case, slips)
+        refuse("", ("The loss comes first, then the factor", close(loss, right) and close(factor, truth)))
+        raise Wrong(f"The loss is {truth:.6g}, the sum over all ranks by the tokens of all ranks, and not {float(loss):.6g} "
+                    f"({case}).")  # fmt: skip
     if isinstance(factor, list | tuple) or getattr(factor, "ndim", 0):
         raise Wrong("The loss is right. One factor is asked: it is the same on every rank.")
-    if not close(factor, n / total):
-        slips = {
-            f"With this factor a *sum* over the ranks would be right; averaging divides by the {n} ranks once more": 1
-            / total,
-            "With this factor each rank trains on its own mean": 1 / counts[0],
-            "Backward of the plain sums gives a gradient that grows with the tokens": 1.0,
-            "This divides by the ranks a second time: the average does that already": 1 / n,
-            "Divided by both: averaging divides by the ranks already, so their number belongs above the line": 1
-            / (n * total),
-            "Ranks without a label take part in the average too": sum(count > 0 for count in counts) / total,
-            "This is upside down": total / n,
-            "The tokens of all ranks are not divided by": float(n),
-        }
-        for sentence, slip in slips.items():
-            if close(factor, slip):
-                raise Wrong(f"The loss is right. {sentence} ({case}).")
-        raise Wrong(f"The loss is right, and the factor is {n / total:.6g}: after the average over {n} ranks each sum must "
-                    f"have been divided by {total} ({case}).")  # fmt: skip
+    if close(factor, right):
+        return
+    slips = [
+        (
+            f"With this factor a *sum* over the ranks would be right; averaging divides by the {n} ranks once more",
+            1 / total,
+        ),
+        ("With this factor each rank trains on its own mean", 1 / counts[0]),
+        ("Backward of the plain sums gives a gradient that grows with the tokens", 1.0),
+        ("This divides by the ranks a second time: the average does that already", 1 / n),
+        (
+            "Divided by both: averaging divides by the ranks already, so their number belongs above the line",
+            1 / (n * total),
+        ),
+        ("Ranks without a label take part in the average too", len(means) / total),
+        ("This is upside down", total / n),
+        ("The tokens of all ranks are not divided by", float(n)),
+    ]
+    recognize(factor, case, [(f"The loss is right. {sentence}", slip) for sentence, slip in slips])
+    raise Wrong(f"The loss is right, and the factor is {right:.6g}: after the average over {n} ranks each sum must have been "
+                f"divided by {total} ({case}).")  # fmt: skip
 
 
 # --- what each way sends ------------------------------------------------------------------------------------
@@ -381,56 +365,49 @@ def _sizes(case: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(("seq", "heads", "kv_heads", "head_dim", "cp"), case, strict=True)) | {"batch": 1}
 
 
-def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int) -> list[tuple[float, str]]:
-    """What a mistake makes of the right number of bytes, and what to say of it."""
+def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int) -> list[tuple[str, float]]:
+    """What to say of a mistake, and what it makes of the right number of bytes."""
     n, group = cp, heads / kv_heads
+    narrow = "Keys and values have kv_heads heads; only queries and outputs have all of them"
     general = [
-        (n / (n - 1), "A rank's own part never travels: of {n} parts {m} leave, or pass by"),
-        (2.0, "Twice too many: two bytes carry a number"),
-        (1 / n, "This is divided by cp once too often"),
-        (1e-6, "Return bytes, not MB"),
-        (1e-9, "Return bytes, not GB"),
-        (
-            n * n / (n - 1),
-            "Keys and values of the whole sequence are not sent once for each rank: a rank sends parts of s/c tokens",
-        ),
-    ]
-    around = [
-        (group, "Keys and values have kv_heads heads; only queries and outputs have all of them"),
-        (float(n), "This is what all ranks send together; one rank is asked"),
-    ]
+        (f"A rank's own part never travels: of {n} parts {n - 1} leave, or pass by", n / (n - 1)),
+        ("Twice too many: two bytes carry a number", 2.0),
+        ("This is divided by cp once too often", 1 / n),
+        ("Return bytes, not MB", 1e-6),
+        ("Return bytes, not GB", 1e-9),
+        ("A rank sends parts of s/c tokens, not the keys of the whole sequence to each", n * n / (n - 1)),
+    ]  # fmt: skip
+    around = [(narrow, group), ("This is what all ranks send together; one rank is asked", float(n))]
     own = {
         "ring": [*around,
-            (1 / 2, "This is half: keys and values both travel, and two bytes carry each number"),
-            (1 / 3, "This is forward alone: in backward keys and values go round again, and their gradients come home"),
-            (2 / 3, "Backward needs more than one round: the keys and values again, since nobody kept them, and the "
-             "gradients of both"),
-            ((3 * n - 2) / (3 * (n - 1)), "The gradient of a rank's own keys stays at home: the others' parts of it come in "
-             "c - 1 messages"),
-            (4 / 3, "This is four rounds. There are three: keys and values forward, the same again backward, and the "
-             "gradients of both, two bytes a number like the rest"),
-            (1 / (n - 1), "A block goes on c - 1 times, until every rank has seen it"),
+            ("This is half: keys and values both travel, and two bytes carry each number", 1 / 2),
+            ("This is forward alone: in backward keys and values go round again, and their gradients come home", 1 / 3),
+            ("Backward needs more than one round: the keys and values again, since nobody kept them, and the gradients of "
+             "both", 2 / 3),
+            ("The gradients of a rank's own keys come in c - 1 messages, not c", (3 * n - 2) / (3 * (n - 1))),
+            ("This is four rounds. There are three: keys and values forward, the same again backward, and the gradients of "
+             "both, two bytes a number like the rest", 4 / 3),
+            ("A block goes on c - 1 times, until every rank has seen it", 1 / (n - 1)),
         ],
         "gathered": [*around,
-            (1 / 2, "This is half: keys and values both travel, in forward and as gradients in backward, and two bytes "
-             "carry each number"),
-            (3 / 2, "This is half as much again: what was gathered is kept, so backward gathers nothing, and it "
-             "reduce-scatters the gradients, which is half of an all-reduce"),
-            (3 / 4, "A reduce-scatter of the gradients of keys and values sends as much as the all-gather did"),
+            ("This is half: keys and values both travel, in forward and as gradients in backward, and two bytes carry each "
+             "number", 1 / 2),
+            ("This is half as much again: what was gathered is kept, so backward gathers nothing, and it reduce-scatters the "
+             "gradients, which is half of an all-reduce", 3 / 2),
+            ("A reduce-scatter of the gradients of keys and values sends as much as the all-gather did", 3 / 4),
         ],
         "ulysses": [
-            (1 / 2, "This is half: four tensors in forward and four in backward, and two bytes carry each number"),
-            ((1 + 2 * group) / (2 + 2 * group), "Keys and values have kv_heads heads, and queries and outputs all of them: "
-             "two tensors of each width travel"),
-            (2 * group / (1 + group), "Keys and values have kv_heads heads; only queries and outputs have all of them"),
-            ((group + 2) / (2 * group + 2), "Queries, keys and values travel, and the output has to travel back to the ranks "
-             "of its tokens"),
-            (1 / (group + 1), "Keys and values are counted; queries and outputs travel as well"),
-            (group / (group + 1), "Queries and outputs are counted; keys and values travel as well"),
-            (float(n), "A rank has s/c tokens before the exchange, and sends of them all heads but its own"),
+            ("This is half: four tensors in forward and four in backward, and two bytes carry each number", 1 / 2),
+            ("Keys and values have kv_heads heads, and queries and outputs all of them: two tensors of each width travel",
+             (1 + 2 * group) / (2 + 2 * group)),
+            (narrow, 2 * group / (1 + group)),
+            ("Queries, keys and values travel, and the output travels back", (group + 2) / (2 * group + 2)),
+            ("Keys and values are counted; queries and outputs travel as well", 1 / (group + 1)),
+            ("Queries and outputs are counted; keys and values travel as well", group / (group + 1)),
+            ("A rank has s/c tokens before the exchange, and sends of them all heads but its own", float(n)),
         ],
     }[way]  # fmt: skip
-    return own + general
+    return [(sentence, change) for sentence, change in own + general if abs(change - 1) > 1e-3]
 
 
 @check(
@@ -454,21 +431,15 @@ def sent_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 12) -> st
 
 def _judge_sent(got: Any, case: tuple[int, ...]) -> None:
     got = by_name(got, *WAYS)
-    if got is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(WAYS)}.")
     shown = "seq={}, heads={}, kv_heads={}, head_dim={}, cp={}".format(*case)
     for way in WAYS:
         truth = attention_traffic(way, **_sizes(case)).total
-        if close(got[way], truth) or abs(float(got[way]) - truth) < min(1, truth / 100):
-            continue
-        if case[-1] == 1:
-            raise Wrong(f"One rank has all tokens and sends nothing ({way}, {shown}).")
-        for change, sentence in _slips(way, *case):
-            if abs(change - 1) > 1e-3 and close(got[way], truth * change):
-                sentence = sentence.format(n=case[-1], m=case[-1] - 1)
-                raise Wrong(f"{sentence} ({way}, {shown}).")
-        raise Wrong(f"With {way} a rank sends {truth:,.0f} bytes and not {float(got[way]):,.0f}, which no usual mistake gives "
-                    f"({shown}).")  # fmt: skip
+        if not close_bytes(got[way], truth):
+            told = f"{way}, {shown}"
+            refuse(told, ("One rank has all tokens and sends nothing", case[-1] == 1))
+            recognize(got[way], told, [(sentence, truth * change) for sentence, change in _slips(way, *case)])
+            raise Wrong(f"With {way} a rank sends {truth:,.0f} bytes and not {float(got[way]):,.0f}, which no usual mistake "
+                        f"gives ({shown}).")  # fmt: skip
 
 
 # --- how to split -------------------------------------------------------------------------------------------
@@ -556,7 +527,7 @@ def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> st
                         f"({_job(job)}).") from None  # fmt: skip
         if not possible:
             named = got.get("possible") if isinstance(got, Mapping) else None
-            why = [_why_not(job, way) for way in WAYS if named is not None and way in _names(named, "`possible`")]
+            why = [_why_not(job, way) for way in WAYS if named is not None and way in _possible(named)]
             raise Wrong(f"Nothing can run here, so raise a ValueError{': ' + why[0] if why else ''} ({_job(job)}).")
         taken[_judge_split(got, job, possible)] += 1
     counts = ", ".join(f"{way} {number}" for way, number in taken.items())
@@ -570,9 +541,7 @@ def _job(job: Job) -> str:
 
 def _judge_split(got: Any, job: Job, possible: list[str]) -> str:
     got = by_name(got, *_KEYS)
-    if got is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    named = _names(got["possible"], "`possible`")
+    named = _possible(got["possible"])
     for way in WAYS:
         if (way in named) != (way in possible):
             why = _why_possible(job, way) if way in possible else _why_not(job, way)
@@ -587,24 +556,23 @@ def _judge_split(got: Any, job: Job, possible: list[str]) -> str:
         raise Wrong(f"A rank sends {sent[way] / 1e6:.2f} MB with {way} and {sent[best] / 1e6:.2f} MB with {best}, which can "
                     f"run as well ({_job(job)}).")  # fmt: skip
     _judge_order(got["order"], way, job)
-    if not close(got["sent"], sent[way]) and not abs(float(got["sent"]) - sent[way]) < min(1, sent[way] / 100):
+    if not close_bytes(got["sent"], sent[way]):
         _explain_sent(float(got["sent"]), way, sent[way], job)
-    ranks = whole(got["averaged_over"], "`averaged_over`")
-    if ranks != job["dp"] * job["cp"]:
-        _explain_average(ranks, job)
+    ranks, dp, cp, tp = whole(got["averaged_over"], "`averaged_over`"), job["dp"], job["cp"], job["tp"]
+    if ranks != dp * cp:
+        refuse(
+            f"dp={dp}, cp={cp}, tp={tp}",
+            ("cp ranks hold the same weights and see other tokens, so their gradients are averaged too, dp and cp together",
+             ranks == dp),
+            ("Replicas are averaged as well: dp and cp together", ranks == cp),
+            ("tp ranks hold other weights, and there is nothing to average between them", ranks == dp * cp * tp),
+            ("A gradient is averaged over all ranks with the same weights and other tokens, dp times cp", True),
+        )  # fmt: skip
     return way
 
 
-def _names(given: Any, what: str) -> set[str]:
-    """The ways that an answer names: a collection, one name, or a truth value for each."""
-    if isinstance(given, str):
-        given = [given]
-    elif isinstance(given, Mapping):
-        given = [name for name, there in given.items() if there]
-    names = numbers(given, what)
-    if not all(isinstance(name, str) and name in WAYS for name in names):
-        raise Wrong(f"{what} names ways: of {', '.join(WAYS)} those that can run.")
-    return set(names)
+def _possible(given: Any) -> set[str]:
+    return chosen(given, WAYS, f"`possible` names ways: of {', '.join(WAYS)} those that can run.")
 
 
 def _why_not(job: Job, way: str) -> str:
@@ -640,38 +608,22 @@ def _judge_order(order: Any, way: str, job: Job) -> None:
         right = {"zigzag", "contiguous"}  # every rank attends over all of it, in either order
     if isinstance(order, str) and order.lower() in right:
         return
-    case = _job(job)
     if order not in ("zigzag", "contiguous"):
         raise Wrong(f"`order` is 'zigzag' or 'contiguous', and here it is {order!r}.")
-    if right == {"zigzag"}:
-        raise Wrong(f"With contiguous parts under a causal mask the last rank computes most, and all wait for it: {way} "
-                    f"needs zigzag ({case}).")  # fmt: skip
-    if way == "ulysses":
-        raise Wrong(f"In Ulysses every rank attends over the whole sequence for some heads, so nothing is to be balanced; "
-                    f"and the sequence has no {2 * job['cp']} equal chunks, so the order is contiguous ({case}).")  # fmt: skip
-    raise Wrong(f"Without a causal mask each query sees every key, so contiguous parts are equal already ({case}).")
+    refuse(
+        _job(job),
+        (f"With contiguous parts under a causal mask the last rank computes most, and all wait for it: {way} needs zigzag",
+         right == {"zigzag"}),
+        ("In Ulysses every rank attends over the whole sequence for some heads, so nothing is to be balanced; and the "
+         f"sequence has no {2 * job['cp']} equal chunks, so the order is contiguous", way == "ulysses"),
+        ("Without a causal mask each query sees every key, so contiguous parts are equal already", True),
+    )  # fmt: skip
 
 
-def _explain_sent(got: float, way: str, truth: float, job: Job) -> None:
-    if job["tp"] > 1 and close(got, truth * job["tp"]):
-        raise Wrong(f"These are the bytes of all heads: tp={job['tp']} has left a rank one part in {job['tp']} of them "
-                    f"({_job(job)}).")  # fmt: skip
-    sizes = _on_a_rank(job)
+def _explain_sent(got: float, way: str, truth: float, job: Job) -> NoReturn:
+    tp, sizes = job["tp"], _on_a_rank(job)
     case = tuple(sizes[name] for name in ("seq", "heads", "kv_heads", "head_dim", "cp"))
-    for change, sentence in _slips(way, *case):
-        if abs(change - 1) > 1e-3 and close(got, truth * change):
-            raise Wrong(f"{sentence.format(n=job['cp'], m=job['cp'] - 1)} ({way}, {_job(job)}).")
+    all_heads = f"These are the bytes of all heads: tp={tp} has left a rank one part in {tp} of them"
+    refuse(_job(job), (all_heads, tp > 1 and close(got, truth * tp)))
+    recognize(got, f"{way}, {_job(job)}", [(sentence, truth * change) for sentence, change in _slips(way, *case)])
     raise Wrong(f"With {way} a rank sends {truth:,.0f} bytes in forward and backward, not {got:,.0f} ({_job(job)}).")
-
-
-def _explain_average(ranks: int, job: Job) -> None:
-    dp, cp, tp = job["dp"], job["cp"], job["tp"]
-    case = f"dp={dp}, cp={cp}, tp={tp}"
-    if ranks == dp:
-        raise Wrong(f"cp ranks hold the same weights and see other tokens, so their gradients are averaged too, dp and cp "
-                    f"together ({case}).")  # fmt: skip
-    if ranks == cp:
-        raise Wrong(f"Replicas are averaged as well: dp and cp together ({case}).")
-    if ranks == dp * cp * tp:
-        raise Wrong(f"tp ranks hold other weights, and there is nothing to average between them ({case}).")
-    raise Wrong(f"A gradient is averaged over all ranks with the same weights and other tokens, dp times cp ({case}).")

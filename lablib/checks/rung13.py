@@ -7,14 +7,29 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lablib.calc.layouts import Mesh, mesh
 from lablib.calc.parallel import expert_capacity, expert_groups, routed_bytes
-from lablib.checks.judging import Row, Slip, Wrong, by_name, check, close, compare, numbers, whole
+from lablib.checks.judging import (
+    Row,
+    Slip,
+    Wrong,
+    by_name,
+    check,
+    close,
+    close_bytes,
+    compare,
+    numbers,
+    pair,
+    recognize,
+    refuse,
+    some,
+    whole,
+)
 
 __all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
 
@@ -58,14 +73,14 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
         raise Wrong("The weights come first, then the experts: return weights, chosen.")
     chosen = [[whole(expert, "A chosen expert") for expert in row] for row in chosen]
     for token, row in enumerate(chosen):
-        if not all(0 <= expert < experts for expert in row):
-            raise Wrong(f"Token {token} goes to {row}: experts are counted from 0 to {experts - 1} ({case}).")
-        if len(set(row)) < k:
-            raise Wrong(f"Token {token} goes to one expert twice: k experts are {k} different ones ({case}).")
-    scores = logits.softmax(-1)
-    right = _best(scores + bias, k)
-    found = [set(row) for row in chosen]
-    if found != right:
+        refuse(
+            case,
+            (f"Token {token} goes to {row}: experts are counted from 0 to {experts - 1}",
+             not all(0 <= expert < experts for expert in row)),
+            (f"Token {token} goes to one expert twice: k experts are {k} different ones", len(set(row)) < k),
+        )  # fmt: skip
+    scores, found = logits.softmax(-1), [set(row) for row in chosen]
+    if found != (right := _best(scores + bias, k)):
         _explain_choice(found, right, logits, scores, bias, k, case)
     for token, (row, shares) in enumerate(zip(chosen, weights, strict=True)):
         truth = scores[token, row] / scores[token, row].sum()
@@ -75,14 +90,9 @@ def _judge_route(got: Any, logits: Tensor, bias: Tensor, k: int) -> None:
 
 def _pair_of_rows(got: Any, tokens: int, k: int, case: str) -> tuple[list[list[float]], list[list[float]]]:
     """Return both halves of a route as lists of numbers."""
-    named = by_name(got, "weights", "chosen")
-    if named is not None:
-        got = named["weights"], named["chosen"]
-    pair = list(got) if hasattr(got, "__iter__") and not isinstance(got, str | Mapping) else []
-    if len(pair) != 2:
-        raise Wrong("Return a pair, weights and chosen, each with a row for each token.")
+    otherwise = "Return a pair, weights and chosen, each with a row for each token."
     halves = []
-    for name, half in zip(("weights", "chosen"), pair, strict=True):
+    for name, half in zip(("weights", "chosen"), pair(got, otherwise, "weights", "chosen"), strict=True):
         rows = numbers(half, f"`{name}`")
         found = [numbers(row, f"A row of `{name}`") for row in rows]
         if len(found) != tokens or any(len(row) != k for row in found):
@@ -104,67 +114,57 @@ def _alike(a: Sequence[float], b: Tensor) -> bool:
 
 def _explain_choice(
     found: list[set[int]], right: list[set[int]], logits: Tensor, scores: Tensor, bias: Tensor, k: int, case: str
-) -> None:
-    slips = {
-        "These are the largest scores, whatever the bias: it is added before the choice.": scores,
-        "The bias is added to the logits here: add it to the scores, which are the softmax of the logits.": logits
-        + bias,
-        "The bias is taken away here: an expert with a positive bias is to get more tokens.": scores - bias,
-        "These are the experts with the smallest numbers.": -(scores + bias),
-        "The softmax runs over the tokens here: it runs over the experts of each token.": logits.softmax(0) + bias,
-        "The bias alone decides here.": bias.expand_as(scores),
-        "The scores are sigmoids here: they are the softmax of the logits.": logits.sigmoid() + bias,
-    }
-    for sentence, values in slips.items():
-        if found == _best(values, k):
-            raise Wrong(f"{sentence.removesuffix('.')} ({case}).")
+) -> NoReturn:
+    slips = [
+        ("These are the largest scores, whatever the bias: it is added before the choice", scores),
+        (
+            "The bias is added to the logits here: add it to the scores, which are the softmax of the logits",
+            logits + bias,
+        ),
+        ("The bias is taken away here: an expert with a positive bias is to get more tokens", scores - bias),
+        ("These are the experts with the smallest numbers", -(scores + bias)),
+        ("The softmax runs over the tokens here: it runs over the experts of each token", logits.softmax(0) + bias),
+        ("The bias alone decides here", bias.expand_as(scores)),
+        ("The scores are sigmoids here: they are the softmax of the logits", logits.sigmoid() + bias),
+    ]
+    recognize(found, case, slips, lambda given, values: given == _best(values, k))
     token = next(i for i, (a, b) in enumerate(zip(found, right, strict=True)) if a != b)
     raise Wrong(f"Token {token} goes to experts {sorted(right[token])}, whose score + bias is largest, and here to "
                 f"{sorted(found[token])} ({case}).")  # fmt: skip
 
 
 def _explain_weights(
-    shares: list[float], truth: Tensor, row: list[int], token: int, logits: Tensor, scores: Tensor, bias: Tensor,
+    shares: list[float],
+    truth: Tensor,
+    row: list[int],
+    token: int,
+    logits: Tensor,
+    scores: Tensor,
+    bias: Tensor,
     case: str,
-) -> None:  # fmt: skip
-    helped = scores + bias
-    slips = {
-        "These are the scores as they are: divide them by the sum of the chosen ones, so that they add up to 1.": (
-            scores[token, row]
-        ),
-        "The bias is in the weights: it chooses, and the scores weigh.": helped[token, row] / helped[token, row].sum(),
-        "The bias is in the weights, and they do not add up to 1: the scores of the chosen over their sum.": (
-            helped[token, row]
-        ),
-        "The bias is in the weights, through a softmax: the softmax of the logits alone is the score.": (
-            helped[token, row].softmax(0)
-        ),
-        "The bias is in the logits of the weights: it chooses, and the scores weigh.": (
-            (logits + bias)[token, row].softmax(0)
-        ),
-        "A softmax of the scores is a second softmax: divide the chosen scores by their sum.": (
-            scores[token, row].softmax(0)
-        ),
-        "These are percent: they should add up to 1.": 100 * truth,
-        "The scores are divided by k: divide them by the sum of the chosen ones.": scores[token, row] / len(row),
-        "All chosen experts weigh the same here: their scores say how much each counts.": torch.full_like(
-            truth, 1 / len(row)
-        ),
-        "These are logits: the weights are their softmax over the chosen experts.": logits[token, row],
-        "The scores are sigmoids here: they are the softmax of the logits.": (
-            logits[token, row].sigmoid() / logits[token, row].sigmoid().sum()
-        ),
-    }
-    for sentence, values in slips.items():
-        if _alike(shares, values):
-            raise Wrong(f"The experts are right. {sentence}")
-    if _alike(sorted(shares), truth.sort().values):
-        raise Wrong(f"The weights are those of other experts: weight i belongs to chosen expert i, and one of the two is "
-                    f"sorted ({case}).")  # fmt: skip
-    told = ", ".join(f"{value:.3f}" for value in shares)
-    should = ", ".join(f"{value:.3f}" for value in truth.tolist())
-    raise Wrong(f"The experts are right. Token {token} weighs them {told}; their scores over the sum of those scores are "
-                f"{should} ({case}).")  # fmt: skip
+) -> NoReturn:
+    score, logit, helped = scores[token, row], logits[token, row], (scores + bias)[token, row]
+    slips = [
+        ("These are the scores as they are: divide them by the sum of the chosen ones, so that they add up to 1", score),
+        ("The bias is in the weights: it chooses, and the scores weigh", helped / helped.sum()),
+        ("The bias is in the weights, and they do not add up to 1: the scores of the chosen over their sum", helped),
+        ("The bias is in the weights, through a softmax: the softmax of the logits alone is the score", helped.softmax(0)),
+        ("The bias is in the logits of the weights: it only chooses", (logits + bias)[token, row].softmax(0)),
+        ("A softmax of the scores is a second softmax: divide the chosen scores by their sum", score.softmax(0)),
+        ("These are percent: they should add up to 1", 100 * truth),
+        ("The scores are divided by k: divide them by the sum of the chosen ones", score / len(row)),
+        ("All chosen experts weigh the same here: scores weigh them", torch.full_like(truth, 1 / len(row))),
+        ("These are logits: the weights are their softmax over the chosen experts", logit),
+        ("The scores are sigmoids here: they are the softmax of the logits", logit.sigmoid() / logit.sigmoid().sum()),
+    ]  # fmt: skip
+    recognize(shares, "", [(f"The experts are right. {sentence}", values) for sentence, values in slips], _alike)
+    told, should = (", ".join(f"{value:.3f}" for value in each) for each in (shares, truth.tolist()))
+    refuse(
+        case,
+        ("The weights are those of other experts: weight i belongs to chosen expert i, and one of the two is sorted",
+         _alike(sorted(shares), truth.sort().values)),
+        (f"The experts are right. Token {token} weighs them {told}, and should weigh them {should}", True),
+    )  # fmt: skip
 
 
 # --- counts for an all-to-all -------------------------------------------------------------------------------
@@ -241,8 +241,7 @@ _SLIPS_OF_COUNTS: list[Slip] = [
      lambda chosen, home: [list(column) for column in zip(*_counted(chosen, home), strict=True)]),
     ("Copies for a rank's own experts are missing: the all-to-all has a piece for the rank itself too",
      lambda chosen, home: [[n * (a != b) for b, n in enumerate(row)] for a, row in enumerate(_counted(chosen, home))]),
-    ("A token is counted once for each rank here: each of its k choices is a copy of its own",
-     functools.partial(_counted, once=True)),
+    ("A token is counted once for each rank here: each choice is a copy", functools.partial(_counted, once=True)),
     ("Only the first choice is counted: a token goes to all of its k experts", functools.partial(_counted, first=True)),
     ("All rows are one list here, as in [[0] * n] * n: make a new one for each rank",
      lambda chosen, home: [[sum(column) for column in zip(*_counted(chosen, home), strict=True)]] * len(chosen)),
@@ -346,10 +345,8 @@ def _with_places(places: Callable[..., int]) -> Callable[..., list[list[bool]]]:
 _SLIPS_OF_KEPT: list[Slip] = [
     ("True stands for dropped here: it should stand for kept",
      lambda *case: [[not kept for kept in row] for row in _rightly_kept(*case)]),
-    ("A capacity is rounded down here: round it up, as places are whole",
-     _with_places(lambda t, k, e, f: math.floor(f * t * k / e))),
-    ("The capacity counts tokens and not choices here: each token makes k of them",
-     _with_places(lambda t, k, e, f: math.ceil(f * t / e))),
+    ("A capacity is rounded down here: round it up", _with_places(lambda t, k, e, f: math.floor(f * t * k / e))),
+    ("The capacity counts tokens and not choices here", _with_places(lambda t, k, e, f: math.ceil(f * t / e))),
     ("The factor is multiplied after rounding here: round once, at the end",
      _with_places(lambda t, k, e, f: math.ceil(f * math.ceil(t * k / e)))),
     ("The factor is missing in the capacity", _with_places(lambda t, k, e, f: math.ceil(t * k / e))),
@@ -404,11 +401,8 @@ FIRST = (1000, 70, 36, 3, 18, 3)
 def _true_bytes(tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> dict[str, float]:
     layer = {"num_experts": experts, "experts_per_token": k, "ep": ep, "ranks_per_node": per_node, "value": 1}
     every = routed_bytes(tokens, size, **layer)
-    return {
-        "inside": every.inside,
-        "across": every.across,
-        "once": routed_bytes(tokens, size, **layer, way="node").across,
-    }
+    once = routed_bytes(tokens, size, **layer, way="node").across
+    return {"inside": every.inside, "across": every.across, "once": once}
 
 
 @check(
@@ -433,91 +427,81 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         k = dice.randint(1, min(experts, 8))
         cases.append((dice.randint(1, 5000), 2 * dice.randint(8, 8192), experts, k, nodes * per_node, per_node))
     for case in cases:
-        got = answer(*case)
-        got = by_name(got, *_KEYS)
-        if got is None:
-            raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-        truth = _true_bytes(*case)
+        got, truth = by_name(answer(*case), *_KEYS), _true_bytes(*case)
         for key in _KEYS:
-            # Bytes rounded to a whole are right.
-            if not close(got[key], truth[key]) and not abs(float(got[key]) - truth[key]) < min(1, truth[key] / 100):
+            if not close_bytes(got[key], truth[key]):
                 _explain_bytes(key, float(got[key]), truth[key], case)
     return f"{len(cases)} layers: what stays in the node, what leaves it, and what is left if a node is sent one copy."
 
 
-def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> list[tuple[float, str]]:
-    """What a mistake gives, and what to say of it."""
+def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> list[tuple[str, float]]:
+    """What to say of a mistake, and the bytes that it gives."""
     nodes = ep // per_node
     ways = "A token goes out and comes back, in forward and in backward: four ways, and here it is"
     all_ways = 4 * tokens * size
     right = _true_bytes(tokens, size, experts, k, ep, per_node)[key]
     found = [
-        (right / 2, f"{ways} two"),
-        (right / 4, f"{ways} one"),
-        (3 * right / 4, f"{ways} three"),
-        (2 * right, "Twice too many: count what it sends, four ways, not what it receives; `size` is in bytes already"),
-        (right / tokens, "This is one token's part: a rank has `tokens` of them"),
-        (right / 1e6, "Return bytes, not MB"),
-        (right / 1e9, "Return bytes, not GB"),
-        (right / 2**20, "Return bytes, not MiB"),
-        (right / 2**30, "Return bytes, not GiB"),
-        (right * ep, "This is what all ranks send together: one rank's bytes are asked"),
-    ]
+        (f"{ways} two", right / 2),
+        (f"{ways} one", right / 4),
+        (f"{ways} three", 3 * right / 4),
+        ("Twice too many: count what it sends, four ways, not what it receives; `size` is in bytes already", 2 * right),
+        ("This is one token's part: a rank has `tokens` of them", right / tokens),
+        *((f"Return bytes, not {unit}", right / of)
+          for unit, of in (("MB", 1e6), ("GB", 1e9), ("MiB", 2**20), ("GiB", 2**30))),
+        ("This is what all ranks send together: one rank's bytes are asked", right * ep),
+    ]  # fmt: skip
     copy, other = all_ways * k, "Each of the k choices is a copy of the token, and all of them travel"
     if key == "inside":
         found += [
             (
-                copy * per_node / ep,
                 "A copy for one of the rank's own experts is not sent: g - 1 ranks of its node are left",
+                copy * per_node / ep,
             ),
-            (copy * (ep - 1) / ep, "This is all that leaves the rank: most of it may leave the node too"),
-            (copy * (ep - per_node) / ep, "These are the copies that leave the node"),
+            ("This is all that leaves the rank: most of it may leave the node too", copy * (ep - 1) / ep),
+            ("These are the copies that leave the node", copy * (ep - per_node) / ep),
             (
-                copy * (per_node - 1) / per_node,
                 "The token's experts are on all e ranks, and g - 1 of e are its neighbours",
+                copy * (per_node - 1) / per_node,
             ),
-            (all_ways * (per_node - 1) / ep, other),
-            (copy, "A token has copies for other nodes, and some for its own rank: they are not sent inside the node"),
+            (other, all_ways * (per_node - 1) / ep),
+            ("A token has copies for other nodes, and some for its own rank: they are not sent inside the node", copy),
         ]
     if key == "across":
         found += [
-            (copy * (ep - 1) / ep, "Copies for other ranks of the same node stay inside it"),
-            (copy, "One copy in n stays in its own node"),
-            (copy * (per_node - 1) / ep, "These are the copies that stay inside the node"),
-            (copy * per_node / ep, "One part in n stays in its node; the others leave it"),
-            (all_ways * (ep - per_node) / ep, other),
+            ("Copies for other ranks of the same node stay inside it", copy * (ep - 1) / ep),
+            ("One copy in n stays in its own node", copy),
+            ("These are the copies that stay inside the node", copy * (per_node - 1) / ep),
+            ("One part in n stays in its node; the others leave it", copy * per_node / ep),
+            (other, all_ways * (ep - per_node) / ep),
         ]
     if key == "once":
-        missed = math.comb(experts - experts // nodes, k) / math.comb(experts, k)
-        far = math.comb(experts - experts // ep, k) / math.comb(experts, k)
-        met = "Not every expert lies on a node of its own: count the nodes that are met, by their chance"
+        missed, far = (math.comb(experts - experts // n, k) / math.comb(experts, k) for n in (nodes, ep))
+        rank = "This is one copy for each rank: one for each node was asked"
         found += [
-            (all_ways * (nodes - 1) * (1 - (1 - 1 / nodes) ** k), "The k experts are different ones, not drawn one by one: "
-             "of all sets of k out of E, C(E - E/n, k) miss a node"),
-            (copy * (nodes - 1) / nodes, "With one copy for each node, two experts on a node cost as much as one"),
-            (all_ways * (nodes - 1), "A token does not meet every node: none of its k experts may be there"),
-            (all_ways * nodes * (1 - missed), "The token's own node needs nothing from the network: n - 1 others can"),
-            (all_ways * (ep - per_node) * (1 - far), "This is one copy for each rank: one for each node was asked"),
-            (all_ways * (ep - 1) * (1 - far), "This is one copy for each rank: one for each node was asked"),
-            (all_ways * (nodes - 1) * missed, "This is the chance that a node is missed: its complement is asked"),
-            (all_ways * min(k, nodes - 1), met),
-            (all_ways * (nodes - 1) / nodes, "This is one copy a token in all: it goes to each node that has any of its experts"),
-            (copy * (nodes - 1) * (1 - missed), "A node that is met gets the token once, not k times"),
-            (all_ways * (nodes - 1) * math.comb(experts // nodes, k) / math.comb(experts, k),
-             "This is the chance that all k experts are on a node: any of them is enough"),
+            ("The k experts are different ones, not drawn one by one: of all sets of k out of E, C(E - E/n, k) miss a node",
+             all_ways * (nodes - 1) * (1 - (1 - 1 / nodes) ** k)),
+            ("With one copy for each node, two experts on a node cost as much as one", copy * (nodes - 1) / nodes),
+            ("A token does not meet every node: none of its k experts may be there", all_ways * (nodes - 1)),
+            ("The token's own node needs nothing from the network: n - 1 others can", all_ways * nodes * (1 - missed)),
+            (rank, all_ways * (ep - per_node) * (1 - far)),
+            (rank, all_ways * (ep - 1) * (1 - far)),
+            ("This is the chance that a node is missed: its complement is asked", all_ways * (nodes - 1) * missed),
+            ("Not every expert has a node of its own: count those met, by their chance", all_ways * min(k, nodes - 1)),
+            ("This is one copy a token in all, not one for each node", all_ways * (nodes - 1) / nodes),
+            ("A node that is met gets the token once, not k times", copy * (nodes - 1) * (1 - missed)),
+            ("This is the chance that all k experts are on a node: any of them is enough",
+             all_ways * (nodes - 1) * math.comb(experts // nodes, k) / math.comb(experts, k)),
         ]  # fmt: skip
-    return found
+    return [(sentence, value) for sentence, value in found if not close(value, right)]
 
 
-def _explain_bytes(key: str, got: float, right: float, case: tuple[int, ...]) -> None:
+def _explain_bytes(key: str, got: float, right: float, case: tuple[int, ...]) -> NoReturn:
     tokens, size, experts, k, ep, per_node = case
     shown = f"`{key}` of {tokens} tokens of {size} bytes, experts={experts}, k={k}, ep={ep}, per_node={per_node}"
     if right == 0:
         where = "All ranks are in one node" if ep > 1 and key != "inside" else "The rank is alone there"
         raise Wrong(f"{where}, so nothing is sent, and here it is {got:,.0f} bytes ({shown}).")
-    for slip, sentence in _slips(key, *case):
-        if not close(slip, right) and close(got, slip, rel=1e-5):
-            raise Wrong(f"{sentence} ({shown}).")
+    recognize(got, shown, _slips(key, *case), lambda given, slip: close(given, slip, rel=1e-5))
     raise Wrong(f"It is {right:,.0f} bytes, not {got:,.0f}, by no mistake that the check knows ({shown}).")
 
 
@@ -583,8 +567,6 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
     right = _Place(rank, sizes, experts, chosen)
     case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
     got = by_name(got, *_PLACES)
-    if got is None:
-        raise Wrong(f"Return a dictionary with the keys {', '.join(_PLACES)}.")
     holds, sends_to = got["holds"], got["sends_to"]
     if isinstance(holds, slice):
         holds = range(*holds.indices(experts))
@@ -593,16 +575,19 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
     found = {"holds": _whole_list(holds, "`holds`"), "sends_to": _whole_list(sends_to, "`sends_to`")}
     copies = got["expert"][0] if isinstance(got["expert"], tuple | list) and got["expert"] else []
     copies = sorted(_whole_list(copies, "`expert`")) if hasattr(copies, "__iter__") else []
-    places = found | {"holds": sorted(found["holds"])}
-    for order in (tuple(sizes)[::-1], _AXES):
-        other = _Place(rank, {axis: sizes[axis] for axis in order}, experts, chosen)
-        if (places, copies) == (other.places, other.expert) != (right.places, right.expert):
-            raise Wrong(f"The axes are taken in another order here: `sizes` has them in theirs on the mesh, the fastest "
-                        f"first, {', '.join(sizes)} ({case}).")  # fmt: skip
-    for folded, group in _folded(rank, sizes, experts, chosen):
-        if found == folded != right.places and copies == group:
-            raise Wrong(f"These are groups of folded experts, whose axis goes over the ranks of tp or cp too: here ep is "
-                        f"taken out of dp alone, so that tp and cp cut experts as they cut attention ({case}).")  # fmt: skip
+    mine, true = (found | {"holds": sorted(found["holds"])}, copies), (right.places, right.expert)
+    others = [
+        _Place(rank, {axis: sizes[axis] for axis in order}, experts, chosen) for order in (tuple(sizes)[::-1], _AXES)
+    ]
+    refuse(
+        case,
+        ("The axes are taken in another order here: `sizes` has them in theirs on the mesh, the fastest first, "
+         f"{', '.join(sizes)}", any(mine == (other.places, other.expert) != true for other in others)),
+        ("These are groups of folded experts, whose axis goes over the ranks of tp or cp too: here ep is taken out of dp "
+         "alone, so that tp and cp cut experts as they cut attention",
+         any(found == folded != right.places and copies == group
+             for folded, group in _folded(rank, sizes, experts, chosen))),
+    )  # fmt: skip
     _judge_holds(found["holds"], right, rank, sizes, experts, case)
     _judge_sends(found["sends_to"], right, rank, sizes, experts, chosen, case)
     for name in ("other", "expert"):
@@ -633,23 +618,23 @@ def _whole_list(values: Any, what: str) -> list[int]:
 
 
 def _judge_holds(found: list[int], right: _Place, rank: int, sizes: Sizes, experts: int, case: str) -> None:
+    ep, each, mine = sizes["ep"], len(right.holds), right.at["ep"]
+    slips = [
+        (f"A rank holds {each} of the experts, one part in ep={ep}, and not all of them", list(range(experts))),
+        (f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones", list(range(mine, experts, ep))),
+        (f"Position on the ep axis is not rank % ep here: {_stride(right)}",
+         [expert + rank % ep * each - mine * each for expert in right.holds]),
+    ]  # fmt: skip
     if sorted(found) == right.holds:
         return
-    ep, each = sizes["ep"], len(right.holds)
-    mine = right.at["ep"]
-    if sorted(found) == list(range(experts)):
-        raise Wrong(f"A rank holds {each} of the experts, one part in ep={ep}, and not all of them ({case}).")
-    if sorted(found) == list(range(mine, experts, ep)):
-        raise Wrong(f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones ({case}).")
-    if len(found) == each and sorted(found) == [e + rank % ep * each - mine * each for e in right.holds]:
-        raise Wrong(f"Position on the ep axis is not rank % ep here: {_stride(right)} ({case}).")
-    if found == [right.holds[0], right.holds[-1] + 1]:
-        raise Wrong(f"This looks like (start, stop): return the experts themselves, as range(start, stop) ({case}).")
-    if len(found) != each:
-        raise Wrong(f"A rank holds experts / ep = {each} experts, and not {len(found)} ({case}).")
-    raise Wrong(
-        f"It holds experts {right.holds}, since its position on the ep axis is {mine}: {_stride(right)} ({case})."
-    )
+    recognize(sorted(found), case, slips)
+    refuse(
+        case,
+        ("This looks like (start, stop): return the experts themselves, as range(start, stop)",
+         found == [right.holds[0], right.holds[-1] + 1]),
+        (f"A rank holds experts / ep = {each} experts, and not {len(found)}", len(found) != each),
+        (f"It holds experts {right.holds}, since its position on the ep axis is {mine}: {_stride(right)}", True),
+    )  # fmt: skip
 
 
 def _stride(right: _Place) -> str:
@@ -663,94 +648,75 @@ def _judge_sends(
 ) -> None:
     if found == right.sends_to:
         return
-    each = experts // sizes["ep"]
-    if len(found) != len(chosen):
-        raise Wrong(f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order ({case}).")
-    if found == [expert // each for expert in chosen]:
-        raise Wrong(f"`sends_to` has positions on the ep axis: position i is the i-th rank of this rank's own ep group, "
-                    f"{right.ep_group} ({case}).")  # fmt: skip
-    first = rank // sizes["ep"] * sizes["ep"]
-    if found == [first + expert // each for expert in chosen]:
-        raise Wrong(f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)} ({case}).")
-    if found == [right.ep_group[expert % sizes["ep"]] for expert in chosen]:
-        raise Wrong(
-            f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each} ({case})."
-        )
-    if sorted(found) == sorted(right.sends_to):
-        raise Wrong(f"`sends_to` is in another order than the chosen experts {list(chosen)} ({case}).")
+    each, first = experts // sizes["ep"], rank // sizes["ep"] * sizes["ep"]
     outside = [target for target in found if target not in right.ep_group]
-    if outside:
-        raise Wrong(f"Tokens travel inside the rank's ep group {right.ep_group}, and rank {outside[0]} is not in it "
-                    f"({case}).")  # fmt: skip
-    expert, target = next((e, t) for e, t, g in zip(chosen, right.sends_to, found, strict=True) if t != g)
-    raise Wrong(f"Expert {expert} lives on rank {target} of this ep group ({case}).")
+    missed = [(expert, to) for expert, to, given in zip(chosen, right.sends_to, found, strict=False) if to != given]
+    refuse(
+        case,
+        (f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order", len(found) != len(chosen)),
+        ("`sends_to` has positions on the ep axis: position i is the i-th rank of this rank's own ep group, "
+         f"{right.ep_group}", found == [expert // each for expert in chosen]),
+        (f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)}",
+         found == [first + expert // each for expert in chosen]),
+        (f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each}",
+         found == [right.ep_group[expert % sizes["ep"]] for expert in chosen]),
+        (f"`sends_to` is in another order than the chosen experts {list(chosen)}", sorted(found) == sorted(right.sends_to)),
+        (lambda: f"Tokens travel inside the rank's ep group {right.ep_group}, and rank {outside[0]} is not in it", outside),
+        (lambda: "Expert {} lives on rank {} of this ep group".format(*missed[0]), True),
+    )  # fmt: skip
 
 
 def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes, case: str) -> None:
     what = {"expert": "an expert's gradient", "other": "any other gradient"}[name]
-    pair = list(given) if isinstance(given, tuple | list) else []
-    if len(pair) != 2 or not hasattr(pair[0], "__iter__"):
+    group = list(given) if isinstance(given, tuple | list) else []
+    if len(group) != 2 or not hasattr(group[0], "__iter__"):
         raise Wrong(f"`{name}` is a pair: the ranks over which {what} is summed, and what the sum is divided by.")
-    ranks, divisor = sorted(_whole_list(pair[0], f"`{name}`")), whole(pair[1], f"The divisor of `{name}`")
+    ranks, divisor = sorted(_whole_list(group[0], f"`{name}`")), whole(group[1], f"The divisor of `{name}`")
     truth = getattr(right, name)
     if ranks != truth:
         _explain_group(name, ranks, right, rank, sizes, case)
     if divisor == right.divisor:
         return
     both = f"dp · cp = {right.divisor}"
-    if name == "expert" and divisor == len(truth):
-        raise Wrong(f"Divided by {divisor}, the ranks of its group, an expert's gradient is ep={sizes['ep']} times too large: on "
-                    f"one rank it is already a sum over the tokens of {sizes['ep']} ranks, so divide by {both} ({case}).")  # fmt: skip
-    if divisor == sizes["dp"]:
-        raise Wrong(
-            f"The cp ranks have tokens of their own, and their losses are averaged too: divide by {both} ({case})."
-        )
-    if divisor == 1:
-        raise Wrong(f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both} ({case}).")
-    if divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.mesh.ranks):
-        raise Wrong(f"tp and pp ranks work on the same tokens: of the losses {both} are averaged ({case}).")
-    raise Wrong(
-        f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor} ({case})."
-    )
+    refuse(
+        case,
+        (f"Divided by {divisor}, the ranks of its group, an expert's gradient is ep={sizes['ep']} times too large: on one "
+         f"rank it is already a sum over the tokens of {sizes['ep']} ranks, so divide by {both}",
+         name == "expert" and divisor == len(truth)),
+        (f"The cp ranks have tokens of their own: divide by {both}", divisor == sizes["dp"]),
+        (f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both}", divisor == 1),
+        (f"tp and pp ranks work on the same tokens: of the losses {both} are averaged",
+         divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.mesh.ranks)),
+        (f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor}", True),
+    )  # fmt: skip
 
 
-def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes: Sizes, case: str) -> None:
+def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes: Sizes, case: str) -> NoReturn:
     grid, truth = right.mesh, getattr(right, name)
-    copies = "edp" if sizes["ep"] > 1 else "dp"
-    if len(set(found)) < len(found):
-        raise Wrong(f"`{name}` names a rank twice, and its gradient would be counted twice ({case}).")
-    if max(found, default=0) >= grid.ranks:
-        raise Wrong(f"There are tp · cp · pp · dp = {grid.ranks} ranks, counted from 0: ep is taken out of dp, so that dp/ep "
-                    f"stands in the place of dp ({case}).")  # fmt: skip
-    if rank not in found:
-        raise Wrong(f"Rank {rank} is in its own groups, and missing from `{name}` ({case}).")
-    if sizes["cp"] > 1 and found == grid.group(rank, copies if name == "expert" else "dp"):
-        raise Wrong(f"The cp ranks hold the same weights and see other tokens: `{name}` is over cp as well ({case}).")
-    if sizes["ep"] > 1:
-        if name == "expert" and found == right.other:
-            raise Wrong(f"This mixes gradients of different experts: over dp · cp ranks lie {sizes['ep']} parts of the "
-                        f"experts, and only {truth} hold these ({case}).")  # fmt: skip
-        if name == "expert" and found in (right.ep_group, grid.group(rank, "ep", "cp")):
-            raise Wrong(f"The ep group holds different experts, and their gradients have nothing in common: the copies of "
-                        f"an expert are on {truth} ({case}).")  # fmt: skip
-        if name == "other" and found in (right.expert, grid.group(rank, "edp")):
-            raise Wrong(f"Only experts have their copies there: any other weight is on every dp and cp rank, also on "
-                        f"those that hold other experts ({case}).")  # fmt: skip
-        if name == "other" and found in (right.ep_group, grid.group(rank, "ep", "cp")):
-            raise Wrong(
-                f"The ep group is a part of dp: other weights are on all of dp · cp, {len(truth)} ranks ({case})."
-            )
-    if any(grid.coordinates(each)["pp"] != right.at["pp"] for each in found if 0 <= each < grid.ranks):
-        raise Wrong(f"Ranks of other stages hold other layers: `{name}` stays inside a stage ({case}).")
-    if any(grid.coordinates(each)["tp"] != right.at["tp"] for each in found if 0 <= each < grid.ranks):
-        raise Wrong(
-            f"Ranks at another position on tp hold another part of each matrix: `{name}` leaves tp out ({case})."
-        )
-    told = "dp/ep and cp" if name == "expert" else "dp and cp"
-    raise Wrong(
-        f"`{name}` is over {_listed(truth)}, the ranks that differ in {told} only, not over {_listed(found)} ({case})."
-    )
+    expert, split = name == "expert", sizes["ep"] > 1
 
+    def outside(axis: str) -> bool:
+        return any(grid.coordinates(each)[axis] != right.at[axis] for each in found if 0 <= each < grid.ranks)
 
-def _listed(group: list[int]) -> str:
-    return ", ".join(map(str, group if len(group) <= 6 else [*group[:4], "...", group[-1]]))
+    ep_groups = (right.ep_group, grid.group(rank, "ep", "cp")) if split else ()
+    edp_groups = (right.expert, grid.group(rank, "edp")) if split else ()
+    told = "dp/ep and cp" if expert else "dp and cp"
+    refuse(
+        case,
+        (f"`{name}` names a rank twice, and its gradient would be counted twice", len(set(found)) < len(found)),
+        (f"There are tp · cp · pp · dp = {grid.ranks} ranks, counted from 0: ep is taken out of dp, so that dp/ep stands in "
+         "the place of dp", max(found, default=0) >= grid.ranks),
+        (f"Rank {rank} is in its own groups, and missing from `{name}`", rank not in found),
+        (f"The cp ranks hold the same weights and see other tokens: `{name}` is over cp as well",
+         sizes["cp"] > 1 and found == grid.group(rank, "edp" if expert and split else "dp")),
+        (f"This mixes gradients of different experts: over dp · cp ranks lie {sizes['ep']} parts of the experts, and only "
+         f"{truth} hold these", split and expert and found == right.other),
+        ("The ep group holds different experts, and their gradients have nothing in common: the copies of an expert are on "
+         f"{truth}", expert and found in ep_groups),
+        ("Only experts have their copies there: any other weight is on every dp and cp rank, also on those that hold other "
+         "experts", not expert and found in edp_groups),
+        ("The ep group is a part of dp · cp, which have other weights", not expert and found in ep_groups),
+        (f"Ranks of other stages hold other layers: `{name}` stays inside a stage", lambda: outside("pp")),
+        (f"Ranks at another position on tp hold another part of each matrix: `{name}` leaves tp out", lambda: outside("tp")),
+        (f"`{name}` is over {some(truth)}, the ranks that differ in {told} only, not over {some(found)}", True),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
     guard       loops that never end, answers that come one by one
     values      numbers, sequences and named values of any type
-    table       `compare`: cases, the truth, and what each known mistake would answer
+    table       `compare`: cases, the truth, and what each known mistake would answer; `refuse`, `recognize`: one answer
     ranks       an answer on real ranks
     verdict     `check`: passed, not attempted or wrong, and the hints
 
@@ -11,8 +11,8 @@ Read `table` first.
 
 from lablib.checks.judging.guard import Wrong, own_line
 from lablib.checks.judging.ranks import PATIENCE, on_ranks
-from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake
-from lablib.checks.judging.values import as_float, by_name, close, numbers, some, whole
+from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake, recognize, refuse
+from lablib.checks.judging.values import as_float, by_name, chosen, close, close_bytes, numbers, pair, some, whole
 from lablib.checks.judging.verdict import Verdict, check
 
 __all__ = [
@@ -25,12 +25,17 @@ __all__ = [
     "as_float",
     "by_name",
     "check",
+    "chosen",
     "close",
+    "close_bytes",
     "compare",
     "name_the_mistake",
     "numbers",
     "on_ranks",
     "own_line",
+    "pair",
+    "recognize",
+    "refuse",
     "some",
     "whole",
 ]

@@ -8,6 +8,9 @@ A check gives its cases, the truth and the table; which mistake it was is found 
 4. two or three at once, where their errors add up or multiply: the largest is named, and that there is another;
 5. the one that explains most of the wrong cases, if these are two or more, and a fifth of them;
 6. none: the smallest wrong case is shown.
+
+`refuse` is for what one answer shows by itself: the sentence of the first sign that is there.
+`recognize` is for one value: the sentence of the first mistake that gives it.
 """
 
 from __future__ import annotations
@@ -96,6 +99,33 @@ def name_the_mistake(
         f"This mistake is not one that the check knows. The smallest wrong case: {tell(*row.case)} gives "
         f"{_short(row.given)}, and should give {_short(row.truth)}."
     )
+
+
+def refuse(case: str, *signs: tuple[str | Callable[[], str], Any]) -> None:
+    """Raise `Wrong` with the sentence of the first sign that is there, and the case in brackets behind it.
+
+    Args:
+        case: What was asked, in words; "" for none.
+        signs: A sentence without its full stop, and whether it is true of the answer; either may be a function, which is
+            called only if no sign before it was there.
+    """
+    for sentence, there in signs:
+        if there() if callable(there) else there:
+            text = sentence() if callable(sentence) else sentence
+            raise Wrong(f"{text} ({case})." if case else f"{text}.")
+
+
+def recognize(
+    given: Any, case: str, slips: Iterable[tuple[str, Any]], same: Callable[[Any, Any], bool] | None = None
+) -> None:
+    """Raise `Wrong` with the sentence of the first mistake that gives this value.
+
+    Args:
+        case: As for `refuse`.
+        slips: A sentence without its full stop, and what this mistake gives.
+        same: Whether a given value is the mistake's; `alike` where it is None.
+    """
+    refuse(case, *((sentence, lambda value=value: (same or alike)(given, value)) for sentence, value in slips))
 
 
 def alike(given: Any, truth: Any, *, rel: float = 1e-6) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -38,23 +39,62 @@ def close(answer: object, truth: float, *, rel: float = 1e-6) -> bool:
     return abs(as_float(answer, "The answer") - truth) <= rel * max(abs(truth), 1e-12)
 
 
-def by_name(got: object, *names: str) -> Mapping[str, Any] | None:
+def close_bytes(answer: object, truth: float) -> bool:
+    """Say whether a learner's number of bytes is right; it may be rounded to a whole."""
+    return close(answer, truth) or abs(float(answer) - truth) < min(1, truth / 100)  # type: ignore[arg-type]
+
+
+def by_name(got: object, *names: str, otherwise: str = "") -> Mapping[str, Any]:
     """Return these values from a dictionary, an object's attributes, or a sequence in this order.
 
-    None is returned if one is missing.
+    Raises:
+        Wrong: If one is missing; it says `otherwise`, or that a dictionary with these keys is asked.
     """
     if isinstance(got, Mapping):
-        return got if set(names) <= set(got) else None
-    if all(hasattr(got, name) for name in names):
+        if set(names) <= set(got):
+            return got
+    elif all(hasattr(got, name) for name in names):
         return {name: getattr(got, name) for name in names}
-    if isinstance(got, Sequence) and not isinstance(got, str) and len(got) == len(names):
+    elif isinstance(got, Sequence) and not isinstance(got, str) and len(got) == len(names):
         return dict(zip(names, got, strict=True))
-    return None
+    raise Wrong(otherwise or f"Return a dictionary with the keys {', '.join(names)}.")
 
 
-def some(numbers: list[int]) -> str:
-    """Return a few numbers as they are, and many as how many they are."""
-    return f"{numbers}" if len(numbers) < 4 else f"[{len(numbers)} of them]"
+def pair(got: object, otherwise: str, *names: str) -> tuple[Any, Any]:
+    """Return the two parts of an answer, whatever holds them: a sequence, a dataclass, or these names.
+
+    Raises:
+        Wrong: If there are not two; it says `otherwise`.
+    """
+    if names and (isinstance(got, Mapping) or all(hasattr(got, name) for name in names)):
+        named = by_name(got, *names, otherwise=otherwise)
+        return named[names[0]], named[names[1]]
+    if is_dataclass(got) and not isinstance(got, type):
+        got = [getattr(got, field.name) for field in fields(got)]
+    several = hasattr(got, "__iter__") and not isinstance(got, str | Mapping) and getattr(got, "ndim", 1)
+    parts = list(got) if several else []  # type: ignore[call-overload]
+    if len(parts) != 2:
+        raise Wrong(otherwise)
+    return parts[0], parts[1]
+
+
+def chosen(given: object, names: Iterable[str], otherwise: str) -> set[str]:
+    """Return the names that an answer chooses: a collection, one name, or a truth value for each.
+
+    Raises:
+        Wrong: If it chooses something else; it says `otherwise`.
+    """
+    if isinstance(given, Mapping):
+        given = [name for name, there in given.items() if there]
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(name, str) and name in names for name in found):
+        raise Wrong(otherwise)
+    return {str.__str__(name) for name in found}  # also members of a str Enum
+
+
+def some(values: list[int], most: int = 6) -> str:
+    """Return a few numbers as they are, and of many the first ones and the last."""
+    return ", ".join(map(str, values if len(values) <= most else [*values[:4], "...", values[-1]]))
 
 
 def as_float(value: object, what: str = "The answer") -> float:
