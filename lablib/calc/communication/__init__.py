@@ -40,7 +40,6 @@ from lablib.calc.communication.costs import (
 )
 from lablib.calc.communication.times import (
     Line,
-    all_reduce_bound,
     collective_time,
     cost_terms,
     crossover,
@@ -58,7 +57,6 @@ __all__ = [
     "Topology",
     "Traffic",
     "algorithm_rounds",
-    "all_reduce_bound",
     "amdahl_speedup",
     "bus_bandwidth",
     "chance_of_any",

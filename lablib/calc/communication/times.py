@@ -93,16 +93,6 @@ def collective_time(
     return cost_terms(algorithm, ranks).seconds(size, bandwidth=bandwidth, latency=latency, gamma=gamma)
 
 
-def all_reduce_bound(size: float, ranks: int, *, bandwidth: float, latency: float = 0.0) -> float:
-    """Return the seconds below which no all-reduce of point-to-point messages can be.
-
-    Every rank must send 2(n-1)/n · S bytes (Patarasuk and Yuan 2009, theorem 1), and news from one rank needs
-    ⌈log2 n⌉ rounds to reach all others when each sends one message at a time.
-    """
-    check_link(ranks, size=size, bandwidth=bandwidth, latency=latency)
-    return max(_up(ranks) * latency, 2 * (ranks - 1) / ranks * size / bandwidth)
-
-
 def crossover(
     short: str, long: str, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0
 ) -> float | None:

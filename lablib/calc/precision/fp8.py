@@ -196,15 +196,6 @@ def ring_sum_error(ranks: int, epsilon: float, *, full: bool = False, same_sign:
     return rounding_error(epsilon) * growth
 
 
-def achieved_flops(params: float, tokens: float, gpu_hours: float) -> float:
-    """Return the FLOP/s of one GPU that a training run reached, `6 N D / (3600 hours)`.
-
-    Args:
-        params: N, those active for a token.
-    """
-    return 6 * params * tokens / (3600 * gpu_hours)
-
-
 # DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
 DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
 
