@@ -154,7 +154,7 @@ class FineTuning(Task):
         return len(self.pairs)
 
     def read(self, samples: list[int]) -> tuple[Tensor, Tensor]:
-        """Return padded inputs, and targets that are `IGNORE` in prompts and padding."""
+        """Return padded inputs, and targets that are `IGNORE_INDEX` in prompts and padding."""
         inputs, targets = zip(*(self.pairs[i] for i in samples), strict=True)
         return torch.tensor(inputs), torch.tensor(targets)
 
