@@ -185,7 +185,7 @@ def test_the_list_of_what_never_ran_on_cuda_is_that_of_the_source():
 
 
 @pytest.mark.parametrize("gpus", [2])
-def test_the_doctor_says_of_each_gpu_what_will_become_of_it(gpus, tmp_path):
+def test_the_doctor_says_of_each_lab_what_will_become_of_it(gpus, tmp_path):
     """Nothing can be measured on a pretended GPU: each probe says so in a row of its own, and the rest goes on."""
     env = environment(gpus, tmp_path / "log", tmp_path / "experiments")
     done = subprocess.run(
@@ -193,8 +193,9 @@ def test_the_doctor_says_of_each_gpu_what_will_become_of_it(gpus, tmp_path):
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert ("lab 11" in rows) == (gpus > 0)
     assert sum(name.startswith("GPU ") and name.endswith(" load") for name in rows) == gpus
     if gpus:
         # Between GPUs there is something to fail, with one there is not.
-        assert ("NCCL links" in rows) == (gpus > 1)
+        assert rows["lab 06"]["verdict"] == ("missing" if gpus > 1 else "ok")
         assert "pretended" in rows["torch.compile"]["detail"]

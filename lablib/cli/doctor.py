@@ -28,16 +28,13 @@ DISK_GB = 5  # the environment with a CPU torch takes about 3 GB, the site and r
 
 
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Measure GPUs, links and limits, too.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure GPUs, links, disk and limits, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine has, what will run here, and what to do where something will not.
-
-    What is installed, in full: python -m torch.utils.collect_env.
-    """
+    """Say what this machine has, what will run here, and what to do where something will not."""
     findings = examine()
     if gpu and not any(finding.verdict == MISSING for finding in findings):
-        findings += doctor_gpu.examine_gpu()
+        findings += doctor_gpu.examine_gpu(Path.cwd())
     if as_json:
         # `mend` is the older name of `fix`, for programs that read it.
         typer.echo(json_text([asdict(finding) | {"mend": finding.fix} for finding in findings]))

@@ -1,8 +1,6 @@
 """`rung doctor --gpu`: what a rented machine really gives, each with a verdict and what to do about it.
 
-What is installed, from driver to libraries, is what `python -m torch.utils.collect_env` prints.
-
-Sources: nvidia-smi's manual page; NVML API reference, NvmlClocksEventReasons.
+Sources: nvidia-smi's manual page; NVML API reference, NvmlClocksEventReasons; NVIDIA's catalogue of Xid errors.
 """
 
 from __future__ import annotations
@@ -10,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import re
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 
@@ -38,9 +39,13 @@ NO_GPU = "no GPU here: what needs one was not looked at; every rung but the meas
 MIN_COPY_SHARE = 0.6
 #: NCCL on an A100 node gets 0.78 of NVLink's line rate in an all-reduce (see `lablib.calc.hardware`); PCIe gives less.
 MIN_ALL_REDUCE_SHARE = 0.4
-MIN_FILES, MIN_SHARED_BYTES, MAX_CELSIUS = 4096, 2**30, 85
+MIN_FILES, MIN_SHARED_BYTES, MIN_DISK_RATE, MAX_CELSIUS = 4096, 2**30, 200e6, 85
+#: The model and the batch of lab 08's cell for a GPU; tests/test_doctor_gpu.py holds them to the lab.
+FLOAT8_MODEL = {"num_layers": 4, "hidden": 4096, "max_positions": 2048}
+FLOAT8_BATCH = {"micro_batch": 8, "seq": 2048}
+
 QUERY_FIELDS = (
-    "uuid", "pcie.link.gen.max", "pcie.link.width.current", "temperature.gpu", "power.limit",
+    "uuid", "driver_version", "pcie.link.gen.max", "pcie.link.width.current", "temperature.gpu", "power.limit",
     "power.default_limit", "clocks.sm", "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active",
 )  # fmt: skip
 #: What holds clocks down and makes a measurement wrong, by bit (NVML, NvmlClocksEventReasons); idle does not.
@@ -53,17 +58,36 @@ THROTTLE_REASONS = {
 }
 #: At its own power limit a GPU that is sold with little of it, such as A10 and L4, is slow and healthy.
 POWER_LIMIT = 0x4
+#: The driver's errors that no program causes, by number (docs.nvidia.com/deploy/xid-errors).
+HARDWARE_XIDS = {
+    48: "uncorrectable memory error",
+    62: "its controller halted",
+    64: "a bad memory row could not be replaced",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "memory error that was not contained",
+    119: "its controller does not answer",
+    120: "its controller failed",
+}
 
 
-def examine_gpu() -> list[Finding]:
+def examine_gpu(folder: Path, *, disk_bytes: int = 256 * 2**20) -> list[Finding]:
     """Return every finding about the GPUs, and about what a GPU run needs besides them."""
     import torch
 
+    from lablib.launch.records import disk_rate
+
     findings = _examine_gpus() if torch.cuda.is_available() else [Finding("GPU", LIMITED, NO_GPU)]
+    try:
+        disk = judge_disk(disk_rate(folder, disk_bytes))
+    except OSError as error:
+        fix = "free some room, or set LABLIB_EXPERIMENTS to a folder that can be written"
+        disk = Finding("disk speed", LIMITED, f"{folder} cannot be written: {error.strerror}", fix)
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
         *findings,
+        disk,
         judge_shared_memory(shared and shared.f_blocks * shared.f_frsize),
         judge_files(None if files == resource.RLIM_INFINITY else files),
     ]
@@ -73,7 +97,8 @@ def _examine_gpus() -> list[Finding]:
     import torch
 
     from lablib.calc.hardware import known_accelerator
-    from lablib.launch.records import gpu_topology, host_rates, while_busy
+    from lablib.launch.precision import missing_for_float8
+    from lablib.launch.records import gpu_topology, host_rates, kernel_log, while_busy
 
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
@@ -82,13 +107,19 @@ def _examine_gpus() -> list[Finding]:
     uuids = [f"GPU-{device.uuid}" for device in properties]
     rows = [query_gpus().get(uuid, {}) for uuid in uuids]
     pcie = [pcie_rate(row) for row in rows]
-    findings = []
+    driver = rows[0].get("driver_version", "unknown to nvidia-smi")
+    findings = [
+        Finding("driver", OK, f"{driver}; torch is built for CUDA {torch.version.cuda}"),
+        judge_kernel_log(kernel_log()),
+    ]
+    reduces = None
     if count > 1:
         line = min((rate for rate in pcie if rate), default=None)
         if gpu and gpu.scale_up not in (None, "nvlink-bridge"):  # a bridge is sold apart, and may not be there
             line = gpu.neighbour_link().among(count)
-        findings.append(judge_peer_access(all(map(all, gpu_topology()["peer_access"]))))
-        findings.append(attempt("NCCL links", lambda: judge_all_reduce(all_reduces(count), line)))
+        reduced = attempt("NCCL links", lambda: judge_all_reduce(all_reduces(count), line))
+        reduces = reduced.verdict != MISSING
+        findings += [judge_peer_access(all(map(all, gpu_topology()["peer_access"]))), reduced]
     findings.append(attempt("host to GPU", lambda: judge_host([host_rates(i) for i in range(count)], pcie)))
     for number, uuid in enumerate(uuids):
         known = known_accelerator(properties[number].name)
@@ -98,7 +129,15 @@ def _examine_gpus() -> list[Finding]:
             return judge_load(number, row, reached, known.flops.get("bf16") if known else None)
 
         findings.append(attempt(f"GPU {number} load", load))
-    return [*findings, check_compile()]
+    compiled = check_compile()
+    machine = GPUMachine(
+        [torch.cuda.get_device_capability(i) for i in range(count)],
+        min(device.total_memory for device in properties),
+        compiled.verdict == OK,
+        reduces,
+        missing_for_float8(),
+    )
+    return [*findings, compiled, *judge_labs(machine)]
 
 
 def attempt(name: str, measure: Callable[[], Finding]) -> Finding:
@@ -220,6 +259,29 @@ def judge_load(number: int, row: Mapping[str, str], reached: float, peak: float 
     return Finding(name, OK, detail)
 
 
+def judge_kernel_log(log: str | None) -> Finding:
+    """Judge the driver's errors in the kernel's log, where it may be read: "NVRM: Xid (PCI:0000:3b:00): 79, pid=7"."""
+    if log is None:
+        fix = "where you are root on the host: dmesg | grep Xid"
+        return Finding("Xid errors", LIMITED, "the kernel's log cannot be read here, so none was seen", fix)
+    found = Counter(re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log))
+    hardware = Counter({key: times for key, times in found.items() if int(key[1]) in HARDWARE_XIDS})
+    if hardware:
+        ((address, number), times), *_ = hardware.most_common(1)
+        detail = f"Xid {number} on {address}, {times} times: {HARDWARE_XIDS[int(number)]}"
+        return Finding("Xid errors", MISSING, detail, "return this machine")
+    return Finding("Xid errors", OK, "none of the hardware in the kernel's log")
+
+
+def judge_disk(rate: float) -> Finding:
+    """Judge how fast the disk is written: a checkpoint waits for it."""
+    detail = f"writes {rate / 1e9:.2f} GB/s; {60 * rate / 1e9:.0f} GB of checkpoint a minute"
+    if rate < MIN_DISK_RATE:
+        fix = "save in the background and less often, or set LABLIB_EXPERIMENTS to a local disk"
+        return Finding("disk speed", LIMITED, detail, fix)
+    return Finding("disk speed", OK, detail)
+
+
 def judge_shared_memory(size: int | None) -> Finding:
     """Judge the shared memory: NCCL and the workers of a data loader use it."""
     if size is None:
@@ -236,3 +298,64 @@ def judge_files(limit: int | None) -> Finding:
     if limit is not None and limit < MIN_FILES:
         return Finding("limits", LIMITED, f"{limit:,} open files", f"ulimit -n {16 * MIN_FILES} before the run")
     return Finding("limits", OK, f"{'unlimited' if limit is None else f'{limit:,}'} open files")
+
+
+@dataclass(frozen=True)
+class GPUMachine:
+    """Facts about the machine that the labs depend on.
+
+    Attributes:
+        capabilities: Compute capability of every GPU.
+        memory: Bytes of the smallest one.
+        compiles: Whether `torch.compile` works.
+        reduces: Whether an all-reduce over all GPUs works; None with one GPU.
+        no_float8: Why float8 does not train here, or None.
+    """
+
+    capabilities: Sequence[tuple[int, int]]
+    memory: int
+    compiles: bool
+    reduces: bool | None
+    no_float8: str | None
+
+
+def judge_labs(machine: GPUMachine) -> list[Finding]:
+    """Return what will become of each lab that has something to measure on a GPU."""
+    from lablib.calc.runs import LAB_BUDGETS
+
+    return [_lab(budget.lab, machine) for budget in LAB_BUDGETS]
+
+
+def _lab(lab: str, machine: GPUMachine) -> Finding:
+    name, gpus = f"lab {lab}", len(machine.capabilities)
+    if lab in ("06", "11") and machine.reduces is False:
+        fix = "CUDA_VISIBLE_DEVICES=0 before the command leaves one GPU, with which it runs"
+        return Finding(name, MISSING, f"fails: the {gpus} GPUs cannot reduce together", fix)
+    if lab == "08":
+        return _lab_08(name, machine)
+    if lab in ("09", "11") and min(machine.capabilities) < (8, 0):
+        detail = "runs, and its times say little: before capability 8.0 a GPU has no matrix units for bf16"
+        return Finding(name, LIMITED, detail, "rent an A10, an L4 or something newer")
+    if lab == "11" and not machine.compiles:
+        return Finding(name, LIMITED, "runs, and records that its compiled cases did not compile")
+    if lab == "11" and gpus == 1:
+        return Finding(name, LIMITED, "measures memory, MFU and recomputation; scaling wants two GPUs")
+    return Finding(name, OK, "runs")
+
+
+def _lab_08(name: str, machine: GPUMachine) -> Finding:
+    from lablib.calc.hardware import CUDA_CONTEXT
+    from lablib.calc.memory.timeline import memory_timeline
+    from lablib.toys.transformer import tiny_config
+
+    if machine.no_float8:
+        return Finding(name, LIMITED, f"leaves FP8 out: {machine.no_float8}")
+    if not machine.compiles:
+        return Finding(name, LIMITED, "runs, and records that FP8 did not compile", "see torch.compile")
+    model = tiny_config("llama", **FLOAT8_MODEL)
+    how = {"recipe": "pure-bf16", "attention": "fused", "implementation": "toy"}
+    need, usable = memory_timeline(model, **how, **FLOAT8_BATCH).peak_bytes, machine.memory - CUDA_CONTEXT
+    if need > usable:
+        detail = f"runs, and records that FP8 takes about {need / 1e9:.0f} GB, more than the GPU's {usable / 1e9:.0f}"
+        return Finding(name, LIMITED, detail, "rent a GPU with more memory")
+    return Finding(name, OK, "runs")

@@ -2,7 +2,7 @@
 
     experiments     predictions that are locked before a run, records of runs and what their fields may be, GPU samples
     logs            one file of JSON lines a rank
-    machine         hardware and versions of this machine; what a rented one gives: links, clocks
+    machine         hardware and versions of this machine; what a rented one gives: disk, links, clocks
 
 Read `experiments` first. Every lab.
 """
@@ -38,8 +38,10 @@ from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read
 from lablib.launch.records.machine import (
     all_reduce_rates,
     compile_seconds,
+    disk_rate,
     gpu_topology,
     host_rates,
+    kernel_log,
     machine_label,
     missing_for_compile,
     nvidia_smi,
@@ -66,12 +68,14 @@ __all__ = [
     "check_fields",
     "compile_seconds",
     "coverage",
+    "disk_rate",
     "experiments_dir",
     "git_commit",
     "gpu_record_name",
     "gpu_samples",
     "gpu_topology",
     "host_rates",
+    "kernel_log",
     "machine_label",
     "missing_for_compile",
     "nvidia_smi",

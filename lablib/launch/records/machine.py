@@ -1,7 +1,8 @@
 """The machine behind a measurement: processor, accelerators, links and versions, and how fast they really are.
 
 `this_machine` and `gpu_topology` go into every record; `machine_label` says in one line what a reader must know, also
-that several ranks shared one GPU and so measured no scaling. The rates below them are for `rung doctor --gpu`.
+that several ranks shared one GPU and so measured no scaling. The rates below them are for `rung doctor --gpu`: the
+disk anywhere; copies, links and matrix products where there are GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -110,6 +112,19 @@ def fastest(work: Callable[[], None], size: float, *, repeats: int = 5) -> float
     return size / best
 
 
+def disk_rate(folder: Path, size: int = 256 * 2**20) -> float:
+    """Return bytes per second of writing a file until it is on the disk."""
+    block = os.urandom(2**20)
+    count = max(1, size // len(block))
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".speed-") as file:
+        start = time.perf_counter()
+        for _ in range(count):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return count * len(block) / (time.perf_counter() - start)
+
+
 def host_rates(gpu: int, size: int = 256 * 2**20) -> tuple[float, float]:
     """Return bytes per second from pinned host memory to a GPU, and back."""
     import torch
@@ -191,3 +206,12 @@ def compile_seconds(device: str = "cuda") -> float:
     x = torch.ones(1024, device=device)
     torch.compile(lambda x: (x * 2).sin().sum())(x).item()
     return time.perf_counter() - start
+
+
+def kernel_log() -> str | None:
+    """Return the kernel's log, or None where an ordinary user or a container may not read it."""
+    try:
+        found = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout if found.returncode == 0 and found.stdout else None
