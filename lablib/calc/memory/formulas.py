@@ -65,19 +65,27 @@ def stage_memory(stage: Stage) -> MemoryBreakdown:
         ValueError: If the layers cannot be divided into stages.
     """
     run = stage.run
-    states = {"flat": flat_states, "fsdp2": fsdp2_states, "per-tensor": per_tensor_states}[run.sharding](stage)
-    stays = ON_DEVICE.get(run.offload, tuple(states))
+    on_device, on_host = stage_states(stage)
     return MemoryBreakdown(
         model=run.model.name,
         recipe=run.recipe.name,
         stage=stage.number,
         ranks=run.ranks,
         seq=run.seq,
-        state_terms=listed({name: size for name, size in states.items() if name in stays}),
+        state_terms=listed(on_device),
         activation_terms=listed(activation_terms(stage)),
         buffer_terms=listed(rank_buffers(stage) | recomputed_layer(stage)),
-        host_terms=listed({name: size for name, size in states.items() if name not in stays}),
+        host_terms=listed(on_host),
     )
+
+
+def stage_states(stage: Stage) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a rank's states by term, on the device and on the host."""
+    run = stage.run
+    states = {"flat": flat_states, "fsdp2": fsdp2_states, "per-tensor": per_tensor_states}[run.sharding](stage)
+    stays = ON_DEVICE.get(run.offload, tuple(states))
+    on_device = {name: size for name, size in states.items() if name in stays}
+    return on_device, {name: size for name, size in states.items() if name not in stays}
 
 
 def flat_states(stage: Stage) -> dict[str, int]:

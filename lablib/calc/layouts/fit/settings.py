@@ -339,11 +339,11 @@ def least_states(spec: RunSpec) -> int:
     """Return bytes that some rank surely needs, which costs less to ask than the peak.
 
     Its states, if the stages were equal and gradients were gone; or the first stage's, with what forward keeps, which
-    is all there when forward ends. (With adapters `training_memory` gives an upper bound of that, so it is left out.)
+    is all there when forward ends.
     """
     run = spec.run
     least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
-    if run.tuning != "full" or least > spec.budget:
+    if least > spec.budget:
         return least
     return max(least, _first_stage(run))
 

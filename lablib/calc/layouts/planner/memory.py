@@ -128,11 +128,10 @@ def _held(load: Workload, layout: Layout, m: int) -> list[tuple[int, int, int, i
 @cached_by("tp", "cp", "micro_batch")
 def block_activations(load: Workload, layout: Layout, recompute: str, implementation: str = "paper") -> tuple[int, int]:
     """Return what the first layer keeps of a micro-batch, and the last, which has experts if any has."""
-    sizes = _sizes(load, layout, implementation) | {"attention": load.attention, "recompute": recompute}
-    first, last = (
-        sum(layer_activations(load.model, layer=layer, **sizes).values()) for layer in (0, load.model.num_layers - 1)
-    )
-    return first, last
+    how = _sizes(load, layout, implementation) | {"attention": load.attention, "recompute": recompute}
+    kinds = (0, load.model.num_layers - 1) if load.model.is_moe else (0,)
+    sizes = [sum(layer_activations(load.model, layer=layer, **how).values()) for layer in kinds]
+    return sizes[0], sizes[-1]
 
 
 @cached_by("tp", "cp", "micro_batch")

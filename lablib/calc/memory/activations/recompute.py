@@ -31,6 +31,7 @@ from functools import cached_property
 from lablib.calc.flops import forward_flops, skipped_by_early_stop, step_flops
 from lablib.calc.memory.activations.block import embedding_activations, head_activations, layer_activations
 from lablib.calc.memory.activations.saved_tensors import SavedTensor, block_tensors
+from lablib.calc.memory.implementation import current_names
 from lablib.calc.memory.tape import FP32, MASK, BlockSetting
 from lablib.calc.models import ModelConfig
 
@@ -359,6 +360,7 @@ def recompute_cost(
     """
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be a positive number of bytes per second")
+    sizes = current_names(sizes)
     if sizes.get("implementation") == "hf":
         raise ValueError(
             "implementation='hf' is walked through by memory_timeline(recompute=...); use 'paper' or 'toy'"

@@ -24,7 +24,6 @@ from math import prod
 
 from lablib.calc.memory.formulas import all_reduces, fullest_part, weights_are_sharded
 from lablib.calc.memory.stage import Stage, in_order, shard_params, unit_shapes
-from lablib.calc.memory.terms import MemoryBreakdown
 from lablib.calc.parallel import Unit, gathered_timeline, padded, shard_size
 
 FP32 = 4
@@ -46,15 +45,17 @@ class GradientState:
     reduce_buffer: int = 0
 
 
-def make_reduction(stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> Reduction:
+def make_reduction(stage: Stage, states: Terms, buffers: Terms, accumulates: bool) -> Reduction:
     """Return how this run's gradients come and go.
 
     Args:
-        memory: Its bytes, as `stage_memory` counts them.
+        states: What a rank has of states on its device, by term.
+        buffers: Buffers of a rank by term, as `rank_buffers` counts them.
+        accumulates: Whether gradients of an earlier micro-batch are there.
     """
     if stage.run.implementation.accumulates_in_kernel and stage.run.tuning == "full":
-        return MegatronReduction(stage, memory, accumulates)
-    return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, memory, accumulates)
+        return MegatronReduction(stage, states, buffers, accumulates)
+    return (Fsdp2Reduction if stage.run.sharding == "fsdp2" else Reduction)(stage, states, buffers, accumulates)
 
 
 class Reduction:
@@ -67,15 +68,14 @@ class Reduction:
         table_bytes: Bytes of the gradient of the token table.
     """
 
-    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
+    def __init__(self, stage: Stage, states: Terms, buffers: Terms, accumulates: bool) -> None:
         self.run = run = stage.run
         self.ranks = run.replicas(False)
         self.gradient_bytes = run.recipe.gradients
         self.on_host = run.offload in ("gradients", "parameters")
         self.shards_gradients = (run.zero >= 2 and self.ranks > 1) or self.on_host
         self.accumulates_in_place = accumulates and not self.shards_gradients
-        self.all_gradients = dict(memory.state_terms).get("gradients", 0)
-        buffers = dict(memory.buffer_terms)
+        self.all_gradients = states.get("gradients", 0)
         self.buckets = buffers.get("communication_buckets", 0)
         self.unsharded = {name: buffers.get(name, 0) for name in ("gathered_weights", "dequantized_weights")}
         self.table_bytes = -(-run.model.vocab // run.tp) * run.model.hidden * self.gradient_bytes
@@ -145,9 +145,9 @@ class MegatronReduction(Reduction):
     Source: megatron/core/distributed, param_and_grad_buffer.py and distributed_data_parallel.py.
     """
 
-    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
-        super().__init__(stage, memory, accumulates)
-        dummies = dict(memory.buffer_terms).get("dummy_weight_gradients", 0)
+    def __init__(self, stage: Stage, states: Terms, buffers: Terms, accumulates: bool) -> None:
+        super().__init__(stage, states, buffers, accumulates)
+        dummies = buffers.get("dummy_weight_gradients", 0)
         self.persistent_terms = {"gradients": self.all_gradients, "dummy_weight_gradients": dummies}
         self.gradient_bytes = self.run.recipe.weights
         self.table_bytes = -(-self.run.model.vocab // self.run.tp) * self.run.model.hidden * self.gradient_bytes
@@ -158,8 +158,8 @@ class MegatronReduction(Reduction):
 class Fsdp2Reduction(Reduction):
     """Gradients and unsharded weights of `fully_shard`, with one unit for each block; the root has the ends."""
 
-    def __init__(self, stage: Stage, memory: MemoryBreakdown, accumulates: bool) -> None:
-        super().__init__(stage, memory, accumulates)
+    def __init__(self, stage: Stage, states: Terms, buffers: Terms, accumulates: bool) -> None:
+        super().__init__(stage, states, buffers, accumulates)
         run = self.run
         self.gradient_bytes = run.recipe.gathered
         self.shards_gradients, self.accumulates_in_place = True, False
@@ -256,18 +256,14 @@ def _fsdp2_units(stage: Stage) -> list[Unit]:
     return units
 
 
-def optimizer_terms(stage: Stage, memory: MemoryBreakdown, step: str, reduction: Reduction) -> dict[str, int]:
-    """Return gradients and temporaries during the optimizer's step.
-
-    Args:
-        memory: Its bytes.
-    """
+def optimizer_terms(stage: Stage, states: Terms, step: str, reduction: Reduction) -> dict[str, int]:
+    """Return gradients and temporaries during the optimizer's step."""
     run, recipe = stage.run, stage.run.recipe
     gradients = 0 if reduction.on_host else reduction.all_gradients
     terms = {"gradients": gradients}
     if run.offload != "none":
         return terms
-    terms["gradient_copy"] = dict(memory.state_terms).get("gradient_copy", 0)
+    terms["gradient_copy"] = states.get("gradient_copy", 0)
     if run.sharding == "fsdp2":
         sizes = [shard_params([shape], reduction.ranks) for shape in stage.trained_shapes]
         params = sum(sizes)

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lablib.calc.memory.formulas import fixed_activations, gradients_meet, stage_memory
+from lablib.calc.memory.formulas import fixed_activations, gradients_meet, rank_buffers, stage_states
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.tape import (
     INT64,
@@ -194,10 +194,10 @@ class Step:
     def __init__(self, stage: Stage, optimizer: str, out_of_place: bool, accumulates: bool = False) -> None:
         self.stage, self.run = stage, stage.run
         self.optimizer, self.out_of_place = optimizer, out_of_place
-        self.memory = stage_memory(stage)
+        self.on_device, self.buffers = stage_states(stage)[0], rank_buffers(stage)
         fewer = accumulates and gradients_meet(stage) == "fewer"
         self.in_flight = [max(count - fewer, 0) for count in stage.in_flight]
-        self.reduction = make_reduction(stage, self.memory, accumulates)
+        self.reduction = make_reduction(stage, self.on_device, self.buffers, accumulates)
         #: The last layers of chunks behind which another stage comes: it sends them their gradient.
         self.receives = {c[-1] for c in stage.chunks if c and c[-1] + 1 < self.run.model.num_layers}
         self.blocks = [self.block(layer) for layer in stage.layers]
@@ -356,7 +356,7 @@ class Step:
 
     def _optimizer_step(self) -> MemoryInstant:
         base = {term: size for term, size in self.always.items() if term != "gradients"}
-        terms = base | optimizer_terms(self.stage, self.memory, self.optimizer, self.reduction)
+        terms = base | optimizer_terms(self.stage, self.on_device, self.optimizer, self.reduction)
         return MemoryInstant("optimizer step", "optimizer", None, listed(terms), self.optimizer)
 
     # What is there.
@@ -367,8 +367,8 @@ class Step:
     @cached_property
     def states(self) -> Terms:
         """States without gradients, which come and go; with several micro-batches they stay."""
-        terms = self.memory.state_terms
-        return {name: size for name, size in terms if name not in ("gradients", "gradient_copy")}
+        come_and_go = ("gradients", "gradient_copy")
+        return {name: size for name, size in self.on_device.items() if size and name not in come_and_go}
 
     @cached_property
     def always(self) -> Terms:
@@ -382,7 +382,7 @@ class Step:
         kept.pop(TOKENS, None)
         kept = add_terms(kept, {term: size for term, size in self.stage_ends(1).items() if term != "stage_outputs"})
         if not self.run.implementation.eager:  # its tape knows no casts: they are there from forward to backward
-            kept["weight_casts"] = dict(self.memory.buffer_terms).get("weight_casts", 0)
+            kept["weight_casts"] = self.buffers["weight_casts"]
         return kept
 
     @cached_property
