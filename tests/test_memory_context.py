@@ -113,7 +113,7 @@ def test_this_course_keeps_an_output_in_fp32_beside_the_one_in_16_bits() -> None
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("implementation", "way"), [("toy", "ring"), ("hf", "ring"), ("hf", "ulysses")])
-def test_formulas_and_tape_keep_the_same(implementation: str, way: str, recompute: str) -> None:
+def test_the_sum_and_the_timeline_keep_the_same(implementation: str, way: str, recompute: str) -> None:
     how = {"implementation": implementation, "recompute": recompute, "cp": 4, "cp_way": way, "seq": 128}
     run = run_config(case_model("llama", "tiny"), recipe="pure-bf16", micro_batch=3, **how)
     assert training_memory(run).activations == sum(memory_timeline(run).saved.values())

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.fit import last_within
-from lablib.calc.memory import ROLES, Verdict, find_term, run_config, verdict
+from lablib.calc.memory import ROLES, Verdict, find_term, run_config, sum_by_role, verdict
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
 from lablib.calc.models import ModelConfig, preset
 from lablib.calc.params import count_params
@@ -89,10 +89,7 @@ def _peak_or_wall(peak: Callable[..., MemoryInstant], seq: int, config: ModelCon
 
 def by_role(instant: MemoryInstant) -> dict[str, float]:
     """Return the GB of an instant by role."""
-    found = dict.fromkeys(ROLES, 0.0)
-    for name, size in instant.terms:
-        found[find_term(name).role] += size / GB
-    return found
+    return {role: size / GB for role, size in sum_by_role(dict(instant.terms)).items()}
 
 
 def shape_params(config: ModelConfig, blocks: int) -> int:

@@ -30,7 +30,7 @@ from lablib.calc.memory.formulas import autocast_activations, stage_memory, trai
 from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
 from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
 from lablib.calc.memory.stage import Stage
-from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, find_term
+from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, find_term, sum_by_role
 
 __all__ = [
     "ATTENTION",
@@ -55,6 +55,7 @@ __all__ = [
     "resolve_model",
     "run_config",
     "stage_memory",
+    "sum_by_role",
     "training_memory",
     "verdict",
     "weights_are_sharded",

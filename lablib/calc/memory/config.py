@@ -245,11 +245,7 @@ class RunConfig:
             if unknown:
                 why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
-        for name, only in (("sequence_parallel", False), ("pp", 1), ("tuning", "full"), ("offload", "none")):
-            if getattr(self, name) != only:
-                raise ValueError(
-                    f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, or implementation='paper'"
-                )
+        self._know_only(how, sequence_parallel=(False,), pp=(1,), tuning=("full",), offload=("none",))
         if self.dp > 1 and self.sharding != "fsdp2":
             raise ValueError(
                 f"{how} is not known with dp={self.dp} and sharding={self.sharding!r}: DDP takes no split tensors; "
@@ -265,14 +261,12 @@ class RunConfig:
         """With eager classes `cp` is a real ring's; what it was not measured with is refused."""
         if self.cp == 1 or not self.implementation.eager:
             return
-        how, paper = f"implementation={self.implementation!r} with cp={self.cp}", "or implementation='paper'"
-        for name, only in (("pp", 1), ("tuning", "full"), ("dropout", 0.0)):
-            if (getattr(self, name) or only) != only:
-                raise ValueError(f"{how} is not known with {name}={getattr(self, name)!r}; use {only!r}, {paper}")
+        how = f"implementation={self.implementation!r} with cp={self.cp}"
+        self._know_only(how, pp=(1,), tuning=("full",), dropout=(0.0, None))
         if self.recipe.casts:
             raise ValueError(
                 f"{how} is not known with recipe={self.recipe.name!r}: autocast does not reach into its attention; use "
-                f"'fsdp2-mixed', 'pure-bf16' or 'fp32', {paper}"
+                "'fsdp2-mixed', 'pure-bf16' or 'fp32', or implementation='paper'"
             )
 
     def _check_adapters(self) -> None:
@@ -298,10 +292,16 @@ class RunConfig:
         )
 
     def _check_sharding(self) -> None:
+        how = f"implementation={self.implementation!r}"
         if self.implementation.accumulates_in_kernel:
-            self._check_megatron()
+            why = ": its distributed optimizer is counted, over all weights"
+            self._know_only(how, why, zero=(0, 1), sharding=("flat",), tuning=("full",), offload=("none",))
         if self.implementation.fused_norms:
-            self._check_torchtitan()
+            self._know_only(how, tuning=("full",))
+            if self.recipe.casts:
+                raise ValueError(
+                    f"{how} is not known with recipe={self.recipe.name!r}, which casts at every matmul; use another, or implementation='paper'"
+                )
         if self.sharding == "flat":
             return
         zero = {"fsdp2": (2, 3), "per-tensor": (1,)}[self.sharding]
@@ -322,24 +322,13 @@ class RunConfig:
                 f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
             )
 
-    def _check_torchtitan(self) -> None:
-        for name, known, only in (
-            ("tuning", self.tuning == "full", "full"),
-            ("recipe", not self.recipe.casts, "no casts"),
-        ):
-            if not known:
-                found = getattr(self, name) if name == "tuning" else self.recipe.name
-                raise ValueError(
-                    f"implementation='torchtitan' is not known with {name}={found!r}; use {only}, or implementation='paper'"
-                )
-
-    def _check_megatron(self) -> None:
-        for name, known in (("zero", (0, 1)), ("sharding", ("flat",)), ("tuning", ("full",)), ("offload", ("none",))):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"implementation={self.implementation!r} is not known with {name}={getattr(self, name)!r}: its "
-                    f"distributed optimizer is counted, over all weights; use {either(known)}, or implementation='paper'"
-                )
+    def _know_only(self, how: str, why: str = "", **known: tuple[object, ...]) -> None:
+        """Raise a ValueError for the first setting whose value is not among the known ones."""
+        for name, values in known.items():
+            found = getattr(self, name)
+            if found not in values:
+                use = either(map(repr, values))
+                raise ValueError(f"{how} is not known with {name}={found!r}{why}; use {use}, or implementation='paper'")
 
 
 #: The settings by name, in order: fields of `RunConfig` but the model.

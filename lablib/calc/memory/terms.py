@@ -200,6 +200,14 @@ def listed(terms: Mapping[str, int]) -> Terms:
     return tuple((name, size) for name, size in terms.items() if size)
 
 
+def sum_by_role(terms: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of weights, gradients, optimizer, activations and buffers."""
+    found = dict.fromkeys(ROLES, 0)
+    for name, size in terms.items():
+        found[find_term(name).role] += size
+    return found
+
+
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Bytes of device memory on one rank at the peak of a training step.
@@ -263,10 +271,7 @@ class MemoryBreakdown:
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of weights, gradients, optimizer, activations and buffers; they sum to the total."""
-        found = dict.fromkeys(ROLES, 0)
-        for name, size in self.terms.items():
-            found[find_term(name).role] += size
-        return found
+        return sum_by_role(self.terms)
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain dictionaries and numbers, as `rung memory --json` prints it."""

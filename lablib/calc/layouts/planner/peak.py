@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lablib.calc.layouts.planner.layout import FIELDS, Layout
 from lablib.calc.layouts.planner.memory import block_activations
 from lablib.calc.layouts.planner.time import Workload, cached_by
-from lablib.calc.memory import ROLES, RunConfig, find_term
+from lablib.calc.memory import RunConfig, sum_by_role
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
 from lablib.calc.schedules import layers_per_stage
 
@@ -112,10 +112,7 @@ class Peak:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of weights, gradients, optimizer, activations and buffers."""
-        found = dict.fromkeys(ROLES, 0)
-        for name, size in self.terms.items():
-            found[find_term(name).role] += size
-        return found
+        return sum_by_role(self.terms)
 
 
 def layout_peak(load: Workload, layout: Layout, counting: Counting | None = None) -> Peak:
