@@ -9,8 +9,8 @@ follows one training step from instant to instant; `explain_memory` names the fo
     implementation  whose operators are counted: the papers', this course's, Hugging Face's
     terms           every term: name, formula, source; and what comes back, with its totals
     room            whether a peak fits on a GPU: `verdict`
-    activations     what one block keeps for its backward, by implementation, and recomputation
-    tape            autograd's lifetimes in five rules, playable without a tensor
+    tape            what operators keep for backward, and autograd's lifetimes in five rules: it counts
+    activations     what a block keeps, summed up and tensor by tensor; the papers' equations; recomputation
     timeline        the step, instant by instant, and its peak
 
 Read `formulas` first, then `activations.paper`. Chapters 01 and 09.

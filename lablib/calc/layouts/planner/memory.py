@@ -8,8 +8,11 @@ test holds the two together. It also takes the uneven first and last chunk of `c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.time import Workload, cached_by
+from lablib.calc.memory import find_implementation
 from lablib.calc.memory.activations import embedding_activations, head_activations, layer_activations
 from lablib.calc.parallel import shard_size
 from lablib.calc.schedules import in_flight
@@ -128,6 +131,10 @@ def _held(load: Workload, layout: Layout, m: int) -> list[tuple[int, int, int, i
 @cached_by("tp", "cp", "micro_batch")
 def block_activations(load: Workload, layout: Layout, recompute: str, implementation: str = "paper") -> tuple[int, int]:
     """Return what the first layer keeps of a micro-batch, and the last, which has experts if any has."""
+    one = _one_sequence(layout, implementation)
+    if one is not None:
+        first, last = block_activations(load, one, recompute, implementation)
+        return layout.micro_batch * first, layout.micro_batch * last
     how = _sizes(load, layout, implementation) | {"attention": load.attention, "recompute": recompute}
     kinds = (0, load.model.num_layers - 1) if load.model.is_moe else (0,)
     sizes = [sum(layer_activations(load.model, layer=layer, **how).values()) for layer in kinds]
@@ -136,9 +143,19 @@ def block_activations(load: Workload, layout: Layout, recompute: str, implementa
 
 @cached_by("tp", "cp", "micro_batch")
 def _end_activations(load: Workload, layout: Layout, implementation: str) -> tuple[int, int]:
+    one = _one_sequence(layout, implementation)
+    if one is not None:
+        embedding, head = _end_activations(load, one, implementation)
+        return layout.micro_batch * embedding, layout.micro_batch * head
     sizes = _sizes(load, layout, implementation)
     embedding, head = embedding_activations(load.model, **sizes), head_activations(load.model, **sizes)
     return sum(embedding.values()), sum(head.values())
+
+
+def _one_sequence(layout: Layout, implementation: str) -> Layout | None:
+    """Return the layout with micro-batches of one sequence, if what is kept is proportional to them: papers count so."""
+    proportional = not find_implementation(implementation).eager
+    return replace(layout, micro_batch=1) if proportional and layout.micro_batch > 1 else None
 
 
 def _sizes(load: Workload, layout: Layout, implementation: str) -> dict[str, object]:

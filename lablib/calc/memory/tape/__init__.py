@@ -3,7 +3,7 @@
 `Tape` states the five rules and plays them; `operators` has what each operator of PyTorch keeps; `setting`
 is how a block runs; `blocks` writes its tape in an eager implementation, `context` its attention over cp ranks, `experts`
 its mixture, `paper` the tape that the papers count, `ends` those of embedding, head and loss. `write_tape` writes
-whichever is asked for.
+whichever is asked for, and `kept_by_kind` sums up what it keeps.
 
 Read `tape` first: the rules stand in its docstring. Chapter 09.
 """
