@@ -239,11 +239,8 @@ class RunConfig:
         if self.tp == 1 or not self.implementation.eager:
             return
         how, m = f"implementation={self.implementation!r} with tp={self.tp}", self.model
-        unknown = m.family not in ("gpt2", "llama", "qwen2", "mistral") or self.implementation.masks_window(m, self.seq)
-        if m.tied or m.family in self.implementation.joined_qkv or unknown:
+        if m.tied or m.family in self.implementation.joined_qkv:
             why = "its head and its embedding are one table" if m.tied else "its matrices are Conv1D, not Linear"
-            if unknown:
-                why = f"family {m.family!r} and sliding windows were not measured with it"
             raise ValueError(f"{how} does not know {m.name}: {why}; use implementation='paper'")
         self._know_only(how, sequence_parallel=(False,), pp=(1,), tuning=("full",), offload=("none",))
         if self.dp > 1 and self.sharding != "fsdp2":

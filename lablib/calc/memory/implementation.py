@@ -162,10 +162,15 @@ class Implementation(str):
                 f"implementation={str(self)!r} with tp={tp} is not known: torchtitan splits stream and loss too; use "
                 "implementation='paper'"
             )
-        if tp > 1 and cp > 1 and self.eager:
-            raise ValueError(
-                f"implementation={str(self)!r} with tp={tp} is not known with cp={cp}; use 1, or implementation='paper'"
-            )
+        if tp > 1 and self.eager:
+            how = f"implementation={str(self)!r} with tp={tp}"
+            if config.family not in ("gpt2", "llama", "qwen2", "mistral") or self.masks_window(config, seq):
+                raise ValueError(
+                    f"{how} does not know {config.name}: family {config.family!r} and sliding windows were not measured with "
+                    "it; use implementation='paper'"
+                )
+            if cp > 1:
+                raise ValueError(f"{how} is not known with cp={cp}; use 1, or implementation='paper'")
         how = f"implementation={str(self)!r}" + (f" with cp={cp}" if cp > 1 else "")
         paper = "or implementation='paper'"
         if cp > 1 and cp_way not in self.context_ways:
