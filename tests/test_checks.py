@@ -324,6 +324,8 @@ def test_an_answer_without_end_is_ended_and_a_long_import_is_none():
         with pytest.raises(Wrong, match="never ends for 3: a loop waits"):
             Answer(endless, lines=10_000)(3)
     assert Answer(works, lines=1000)(5000) > 5000
+    # Nor is what a dataclass of a library has written for itself.
+    assert len(Answer(lambda n: list(map(Verdict, *[["passed"] * n] * 3)), lines=100)(1000)) == 1000
 
 
 def test_numbers_of_any_type_are_read_and_text_is_none():

@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 
 from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks import graduation
-from lablib.checks.graduation import GOALS, REQUIREMENTS, Requirement, answer_source, examine, is_untouched, unmet
+from lablib.checks.graduation import (
+    GOALS,
+    REQUIREMENTS,
+    Requirement,
+    answer_source,
+    examine,
+    is_untouched,
+    still_missing,
+)
 from lablib.cli.main import app
 from lablib.launch import runs
 from lablib.launch.runs import describe_machine, gpu_report
@@ -126,11 +134,11 @@ def test_each_answer_has_its_own_fate(tmp_path):
 def test_the_requirements_name_what_is_left(tmp_path):
     assert len(REQUIREMENTS) == 5
     both = Requirement("both", ("02", "03"))
-    assert unmet(both, ["02", "03"], None) == []
-    assert unmet(both, ["03"], None) == ["rung 02"]
+    assert still_missing(both, ["02", "03"], None) == []
+    assert still_missing(both, ["03"], None) == ["rung 02"]
     rented = REQUIREMENTS[-1]
-    assert unmet(rented, ["11"], None) == [f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}"]
-    assert unmet(rented, ["11"], tmp_path) == []
+    assert still_missing(rented, ["11"], None) == [f"a report of a real model on two GPUs or more: {RUN_GPU_LABS}"]
+    assert still_missing(rented, ["11"], tmp_path) == []
 
 
 def _record(folder, *, ranks=2, gpus=2, device="cuda:0", params=124_000_000, date="2026-11-01"):

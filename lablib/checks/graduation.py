@@ -146,7 +146,7 @@ def exercises(rung: str) -> list[str]:
     return [name for name, value in vars(checks).items() if getattr(value, "is_check", False)]
 
 
-def unmet(requirement: Requirement, passed: Sequence[str], report: Path | None) -> list[str]:
+def still_missing(requirement: Requirement, passed: Sequence[str], report: Path | None) -> list[str]:
     """Return what a requirement still wants, one phrase each."""
     left = [f"rung {rung}" for rung in requirement.rungs if rung not in passed]
     if requirement.rented and report is None:

@@ -357,7 +357,7 @@ def diagnose(answer: Callable[[Symptoms], str]) -> str:
 
 # --- an MFU that lies ---------------------------------------------------------------------------------------
 
-HONEST = "honest"
+NO_MISTAKE = "honest"
 
 #: What a report did, for a claim that is not honest.
 _MISTAKES = {
@@ -377,7 +377,7 @@ def _claims(report: Mapping[str, Any]) -> dict[str, float]:
     tokens = report["positions"] - report["padding"]
     honest = tokens * (weights + scores) * rate
     claims = {
-        HONEST: honest,
+        NO_MISTAKE: honest,
         "attention left out": tokens * weights * rate,
         "attention twice": tokens * (weights + 2 * scores) * rate,
         "sparse peak": honest * report["dense_peak"] / report["sparse_peak"],
@@ -393,7 +393,7 @@ def _causal(report: Mapping[str, Any]) -> float:
     """Return the MFU that counts only those pairs of attention which a causal mask leaves."""
     scores = 12 * report["layers"] * report["hidden"] * report["seq"]
     needed = 6 * report["parameters"] + scores
-    return _claims(report)[HONEST] * (needed - scores / 2) / needed
+    return _claims(report)[NO_MISTAKE] * (needed - scores / 2) / needed
 
 
 def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
@@ -409,11 +409,11 @@ def mfu_reports(seed: int = 2204) -> list[tuple[str, dict[str, Any]]]:
         job |= {"positions": seq * dice.choice([8, 64, 512]), "gpus": dice.choice([1, 2, 8, 64]), "dense_peak": dense}
         job |= {"padding": dice.choice([0, 0, job["positions"] // 8]), "recompute": dice.choice(["none", "full"])}
         job |= {"sparse_peak": 2 * dense, "seconds": 1.0}
-        job["seconds"] = _claims(job)[HONEST] / dice.uniform(0.25, 0.45)
+        job["seconds"] = _claims(job)[NO_MISTAKE] / dice.uniform(0.25, 0.45)
         claims = _claims(job)
         # Two mistakes of one job are to be a tenth apart: nobody has to guess.
         ordered = sorted(claims.values())
-        mistake = (HONEST, *_MISTAKES)[len(found) % (1 + len(_MISTAKES))]
+        mistake = (NO_MISTAKE, *_MISTAKES)[len(found) % (1 + len(_MISTAKES))]
         if mistake in claims and all(b > 1.1 * a for a, b in pairwise(ordered)):
             found.append((mistake, job | {"mfu": claims[mistake]}))
     return found
@@ -436,7 +436,7 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
         case = ", ".join(
             f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in report.items()
         )
-        mine = claims[HONEST]
+        mine = claims[NO_MISTAKE]
         if not close(got, mine):
             slips = [
                 ("That is in percent; an MFU is a share, from 0 to 1", 100 * mine),
@@ -453,11 +453,11 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
             (f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense peak of all GPUs: "
              f"{mine:.4f}, not {_float(got):.4f}", not close(got, mine)),
         )  # fmt: skip
-        if said not in (HONEST, *_MISTAKES):
-            raise Wrong(f"The mistake is one of {', '.join(map(repr, (HONEST, *_MISTAKES)))}, and not {said!r}.")
+        if said not in (NO_MISTAKE, *_MISTAKES):
+            raise Wrong(f"The mistake is one of {', '.join(map(repr, (NO_MISTAKE, *_MISTAKES)))}, and not {said!r}.")
         if said != mistake:
-            why = "This report is honest, and you say" if mistake == HONEST else "You say"
-            but = "" if mistake == HONEST else f", but {_MISTAKES[mistake]}, which makes {claims[mistake]:.4f}"
+            why = "This report is honest, and you say" if mistake == NO_MISTAKE else "You say"
+            but = "" if mistake == NO_MISTAKE else f", but {_MISTAKES[mistake]}, which makes {claims[mistake]:.4f}"
             raise Wrong(f"{why} {said!r}{but} ({case}).")
     return f"{len(mfu_reports(seed))} reports, honest ones among them."
 

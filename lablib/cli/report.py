@@ -230,7 +230,7 @@ def graduate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check your answers in work/ against every Done when, and say what is left to do."""
-    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, unmet
+    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, still_missing
     from lablib.launch.records import repository_root
     from lablib.launch.runs import gpu_report
 
@@ -254,7 +254,7 @@ def graduate(
     ladder = [rung for rung, goal in goals.items() if not goal.above]
     climbed = [rung for rung in passed if rung in ladder]
     report = gpu_report()
-    left = {requirement.text: unmet(requirement, passed, report) for requirement in REQUIREMENTS}
+    left = {requirement.text: still_missing(requirement, passed, report) for requirement in REQUIREMENTS}
     ready = rungs is None and climbed == ladder and not any(left.values())
     if as_json:
         content = {

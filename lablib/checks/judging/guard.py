@@ -69,6 +69,8 @@ class guarded:
                 if self.called is not None and frame.f_back and not _of_libraries(frame.f_back.f_code.co_filename):
                     self.called[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"] = None
                 return None
+            if frame.f_code.co_filename == "<string>" and _made_by_libraries(frame.f_globals.get("__name__")):
+                return None
             frame.f_trace_opcodes = _spins(frame.f_code)
         self.left -= event in ("line", "opcode")
         if self.left < 0:
@@ -141,6 +143,13 @@ def _brief(value: object) -> str:
 @functools.cache
 def _of_libraries(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
+
+
+@functools.cache
+def _made_by_libraries(module: str | None) -> bool:
+    """Say whether a function without a file, such as a dataclass's `__init__`, is of a library's class."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return str(module).startswith("namedtuple_") or (file is not None and _of_libraries(file))
 
 
 @functools.lru_cache

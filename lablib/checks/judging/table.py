@@ -42,7 +42,7 @@ def compare(
     cases: Iterable[tuple],
     truth: Callable[..., Any],
     slips: Sequence[Slip],
-    told: str | Callable[..., str],
+    words: str | Callable[..., str],
     *,
     read: Callable[..., Any] = lambda got, *case: got,
     right: Callable[[Any, Any], bool] | None = None,
@@ -52,7 +52,7 @@ def compare(
 
     Args:
         truth: The right answer to a case.
-        told: The case in words: a text with fields for its values, or a function of them.
+        words: The case in words: a text with fields for its values, or a function of them.
         read: Makes plain values, those of the truth's type, of what was returned; gets the case too.
         right: Whether a given value is the truth; equal, and for numbers to six digits, where it is None.
         unknown: The sentence on a wrong case that no known mistake explains, without a full stop.
@@ -63,7 +63,7 @@ def compare(
         given = read(answer(*copy.deepcopy(case)), *case)  # a copy: an answer may take its lists apart
         rows.append(Row(case, given, truth(*case)))
     if wrong := [row for row in rows if not right(row.given, row.truth)]:
-        name_the_mistake(rows, wrong, slips, told, unknown)
+        name_the_mistake(rows, wrong, slips, words, unknown)
     return rows
 
 
@@ -71,7 +71,7 @@ def name_the_mistake(
     rows: Sequence[Row],
     wrong: Sequence[Row],
     slips: Sequence[Slip],
-    told: str | Callable[..., str],
+    words: str | Callable[..., str],
     unknown: Callable[[Row], str] | None = None,
 ) -> NoReturn:
     """Raise `Wrong` with the mistake that explains the answers best, or with the smallest wrong case.
@@ -79,24 +79,24 @@ def name_the_mistake(
     Args:
         rows: All cases.
         wrong: Those whose answer is wrong, in the same order.
-        told: As for `compare`, and so is `unknown`.
+        words: As for `compare`, and so is `unknown`.
     """
-    tell = told.format if isinstance(told, str) else told
+    describe = words.format if isinstance(words, str) else words
     rows, wrong = [Row(*row) for row in rows], [Row(*row) for row in wrong]
     for explained, rel in ((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)):
         for sentence, mistaken in slips:
             if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained):
-                raise Wrong(f"{sentence} ({tell(*wrong[0].case)}).")
+                raise Wrong(f"{sentence} ({describe(*wrong[0].case)}).")
     if len(rows) > 1 and all(alike(row.given, rows[0].given) for row in rows):
-        raise Wrong(f"The answer is the same in every case, and depends on what is asked ({tell(*wrong[0].case)}).")
+        raise Wrong(f"The answer is the same in every case, and depends on what is asked ({describe(*wrong[0].case)}).")
     if found := _several_at_once(wrong, slips) or _most_of_them(wrong, slips):
         sentence, row = found
-        raise Wrong(f"{sentence} ({tell(*row.case)}). There is another mistake beside it.")
+        raise Wrong(f"{sentence} ({describe(*row.case)}). There is another mistake beside it.")
     row = min(wrong, key=lambda row: row.truth) if isinstance(wrong[0].truth, Number) else wrong[0]
     if unknown is not None:
-        raise Wrong(f"{unknown(row)} ({tell(*row.case)}).")
+        raise Wrong(f"{unknown(row)} ({describe(*row.case)}).")
     raise Wrong(
-        f"This mistake is not one that the check knows. The smallest wrong case: {tell(*row.case)} gives "
+        f"This mistake is not one that the check knows. The smallest wrong case: {describe(*row.case)} gives "
         f"{_short(row.given)}, and should give {_short(row.truth)}."
     )
 
