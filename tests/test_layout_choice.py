@@ -20,9 +20,8 @@ from lablib.calc.layouts import (
     pipeline_formula,
     tensor_rule,
 )
-from lablib.calc.layouts.choice import family
+from lablib.calc.layouts.guides import MODELS, ORDERS, family
 from lablib.calc.layouts.planner import Layout, check_layout, cluster, layout_peak, plan
-from lablib.calc.layouts.rules import MODELS, ORDERS
 from lablib.calc.models import preset
 from lablib.calc.parallel import dispatch_bytes
 from lablib.calc.parallel.traffic import data_traffic, expert_traffic, tensor_traffic

@@ -13,9 +13,9 @@ from lablib.calc.models import preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
 from lablib.cli import labs
-from lablib.cli.cost import cost
 from lablib.cli.doctor import doctor
 from lablib.cli.fit import fit
+from lablib.cli.labs import cost
 from lablib.cli.memory import memory, memory_snapshot
 from lablib.cli.plan import plan
 from lablib.cli.report import compare, graduate, report

@@ -1,8 +1,7 @@
 """How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
 
     meshes      ranks as a grid of dp, tp, pp, cp and ep, its groups, and bytes that they send
-    choice      which axis to use when
-    rules       the rules that guides print, as functions, and published layouts judged by them
+    guides      the decision framework, rules and tables that guides print, as functions
     challenge   the clusters of the exercise, and the score of a plan
     miniature   a composition small enough for a laptop's ranks
     local_sgd   data parallelism that synchronizes every H steps
@@ -14,19 +13,21 @@ Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
-from lablib.calc.layouts.choice import FAMILIES, PATIENCE, choose
 from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout
-from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
-from lablib.calc.layouts.meshes import AXES, Mesh, axis_bytes, group_line, mesh, mesh_text
-from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
-from lablib.calc.layouts.rules import (
+from lablib.calc.layouts.guides import (
+    FAMILIES,
+    PATIENCE,
     audited_rows,
+    choose,
     enough_microbatches,
     microbatch_rule,
     order_rule,
     pipeline_formula,
     tensor_rule,
 )
+from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
+from lablib.calc.layouts.meshes import AXES, Mesh, axis_bytes, group_line, mesh, mesh_text
+from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
 
 __all__ = [
     "AXES",

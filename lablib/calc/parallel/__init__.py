@@ -9,8 +9,7 @@
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
     fsdp         what FSDP sends and holds, and its step                       chapter 06
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
-    offload      states on the host                                            chapter 05
-    deepspeed    DeepSpeed's configuration and estimates                       chapter 05
+    deepspeed    DeepSpeed's configuration, estimates and offload             chapter 05
 
 Read `zero` first: its formulas are the shortest.
 """
@@ -18,7 +17,6 @@ Read `zero` first: its formulas are the shortest.
 from lablib.calc.parallel.context import (
     ORDERS,
     WAYS,
-    AttentionTraffic,
     attention_traffic,
     busy_share,
     causal_blocks,
@@ -40,9 +38,15 @@ from lablib.calc.parallel.data import (
     token_factor,
 )
 from lablib.calc.parallel.deepspeed import (
+    CPU_ADAM_BYTES,
+    arithmetic_intensity,
     as_deepspeed_json,
     deepspeed_settings,
+    needed_bandwidth,
+    offload_efficiency,
+    offload_step,
     persistent_params,
+    swap_seconds,
     zero2_estimate,
     zero3_estimate,
 )
@@ -52,12 +56,10 @@ from lablib.calc.parallel.degrees import (
     check_imbalance,
     check_schedule,
     check_sequence,
-    largest_imbalance,
     sequence_step,
 )
 from lablib.calc.parallel.experts import (
     DISPATCH_WAYS,
-    DispatchBytes,
     chance_met,
     dispatch_bytes,
     dispatch_ratio,
@@ -83,14 +85,6 @@ from lablib.calc.parallel.fsdp_units import (
     padded,
     peak_held_bytes,
     peak_unsharded_bytes,
-)
-from lablib.calc.parallel.offload import (
-    CPU_ADAM_BYTES,
-    arithmetic_intensity,
-    needed_bandwidth,
-    offload_efficiency,
-    offload_step,
-    swap_seconds,
 )
 from lablib.calc.parallel.tensor import (
     VARIANTS,
@@ -122,9 +116,7 @@ __all__ = [
     "ORDERS",
     "VARIANTS",
     "WAYS",
-    "AttentionTraffic",
     "DDPStep",
-    "DispatchBytes",
     "FSDPTraffic",
     "Shape",
     "StageChoice",
@@ -164,7 +156,6 @@ __all__ = [
     "gathered_timeline",
     "held_params",
     "imbalance",
-    "largest_imbalance",
     "layer_collectives",
     "layer_elements",
     "layer_times",

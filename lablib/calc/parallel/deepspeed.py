@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration file, generated for a model with a reason for every key, and its memory estimators. Chapter 05.
+"""DeepSpeed: its configuration file with a reason for every key, its memory estimators, and offload. Chapter 05.
 
     for setting in deepspeed_settings(preset("gpt2-xl"), ranks=8, stage=3):
         print(setting.key, setting.value, setting.why)
@@ -8,8 +8,13 @@ Sizes in the file count elements. Three of them follow the hidden size h by the 
 since DeepSpeed's own defaults suit models of billions of parameters. The estimators count gradients once in 16 bits and
 once in fp32, without activations, and what they print as "GB" are GiB. `offload` is "none", "optimizer" or "parameters".
 
+ZeRO-Offload sends 2 bytes of gradient down per parameter and step over each rank's own link, and 2 bytes of weight up.
+ZeRO-Infinity asks what bandwidth W is enough: with `ait` FLOPs per byte moved, a device of peak P reaches
+ait W / (ait W + P) without overlap.
+
 Sources: DeepSpeed 0.19, runtime/zero/config.py, offload_config.py, stage3.py and stage_1_and_2.py, docs/config-json, and
-the documentation's page "Memory Requirements"; Accelerate, accelerator.py.
+the documentation's page "Memory Requirements"; Accelerate, accelerator.py. Offload: Ren et al. 2021, ZeRO-Offload
+(arXiv 2101.06840); Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857), the part on bandwidth requirements.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Any
 
 from lablib.calc.errors import one_of
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.parallel.zero import shard_size
 
 OFFLOADS = ("none", "optimizer", "parameters")
 DEVICES = ("cpu", "nvme")
@@ -291,3 +297,130 @@ def _counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+
+
+# Offload: model states in CPU memory or on NVMe, and what the slow link then allows
+
+#: Bytes of CPU memory that AdamW touches per parameter: master, m and v read and written, a gradient read, a weight
+#: written, the last two in 16 bits.
+CPU_ADAM_BYTES = 2 * 12 + 2 + 2
+
+#: Kinds of data that ZeRO-Infinity moves.
+KINDS = ("weights", "optimizer", "checkpoints")
+
+
+def _positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be above 0")
+
+
+@dataclass(frozen=True)
+class OffloadStep:
+    """Where the time of a step with ZeRO-Offload goes, in seconds.
+
+    Attributes:
+        compute: Forward and backward on the device.
+        down: Gradients on their way to the CPU.
+        exposed_down: The part of it that backward does not hide.
+        update: AdamW on the CPU, limited by CPU memory.
+        up: New weights on their way to the device.
+        step: The sum without the hidden part.
+    """
+
+    compute: float
+    down: float
+    exposed_down: float
+    update: float
+    up: float
+    step: float
+
+    @property
+    def efficiency(self) -> float:
+        """The device's share of the step: compute over step."""
+        return self.compute / self.step
+
+
+def offload_step(
+    params: int,
+    *,
+    tokens: int,
+    flops: float,
+    host_bandwidth: float,
+    cpu_bandwidth: float,
+    ranks: int = 1,
+    micro_batches: int = 1,
+    delayed: bool = False,
+) -> OffloadStep:
+    """Return the time of a ZeRO-Offload step; collectives between devices, and all latencies, are left out.
+
+    6 FLOPs per parameter and token, two thirds of them backward, which hides gradients on their way down. Micro-batches
+    each send their gradients, which add up on the CPU. The update starts when the last gradient is there.
+
+    Args:
+        host_bandwidth: Bytes per second between a device and the CPU, per direction.
+        cpu_bandwidth: Bytes per second of CPU memory that one rank gets.
+        delayed: Update with the gradients of the step before, while this one runs (the paper's one-step delay).
+    """
+    _positive(
+        params=params,
+        tokens=tokens,
+        flops=flops,
+        host_bandwidth=host_bandwidth,
+        cpu_bandwidth=cpu_bandwidth,
+        ranks=ranks,
+        micro_batches=micro_batches,
+    )
+    own = shard_size(params, ranks)
+    backward = 4 * params * tokens / flops
+    compute = micro_batches * 1.5 * backward
+    down = micro_batches * 2 * own / host_bandwidth
+    exposed = max(0.0, down - micro_batches * backward)
+    update, up = CPU_ADAM_BYTES * own / cpu_bandwidth, 2 * own / host_bandwidth
+    behind = update + up
+    step = max(compute + exposed, behind) if delayed else compute + exposed + behind
+    return OffloadStep(compute, down, exposed, update, up, step)
+
+
+def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1, every: int = 1) -> float:
+    """Return FLOPs per byte moved, with full recomputation, as ZeRO-Infinity counts them.
+
+    "weights" (and gradients): s b. "optimizer": s b / 4. "checkpoints", one for every c blocks of width h: 24 h c.
+    """
+    one_of("kind", kind, KINDS)
+    _positive(batch=batch, seq=seq, hidden=hidden, every=every)
+    if kind == "checkpoints":
+        return 24.0 * hidden * every
+    flops = 8 * batch * seq  # per parameter: 2 forward, 2 recomputed, 4 backward
+    moved = {"weights": 3 * 2 + 2, "optimizer": 2 * 16}[kind]
+    return flops / moved
+
+
+def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> float:
+    """Return compute time over compute plus transfer time, ait W / (ait W + P), as in ZeRO-Infinity.
+
+    Args:
+        bandwidth: Bytes per second that one device gets.
+        flops: FLOP/s that it reaches when nothing is in the way.
+    """
+    _positive(intensity=intensity, bandwidth=bandwidth, flops=flops)
+    return intensity * bandwidth / (intensity * bandwidth + flops)
+
+
+def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
+    """Return the bytes per second at which `efficiency` is `target`: P / ait · e / (1 - e)."""
+    _positive(intensity=intensity, flops=flops)
+    if not 0 < target < 1:
+        raise ValueError(f"target={target} must lie between 0 and 1; no bandwidth reaches 1 without overlap")
+    return flops / intensity * target / (1 - target)
+
+
+def swap_seconds(params: int, *, ranks: int, bandwidth: float, bytes_per_param: float = 12) -> float:
+    """Return the seconds to read and write a rank's optimizer state once: a step's NVMe traffic.
+
+    Args:
+        bandwidth: Bytes per second of NVMe that one rank gets; reading and writing alike.
+        bytes_per_param: State per parameter, 12 for master weights and AdamW's moments.
+    """
+    _positive(params=params, ranks=ranks, bandwidth=bandwidth, bytes_per_param=bytes_per_param)
+    return 2 * bytes_per_param * shard_size(params, ranks) / bandwidth

@@ -7,8 +7,7 @@
     time          how long a step takes: work, exposed communication, bubble
     rates         how close runs come to full rates: the fitted constants
     peak          the same at its fullest, as the memory calculator counts an implementation
-    candidates    layouts by time, each judged by its peak before it is named
-    search        `plan`
+    search        `plan`, and its layouts by time, each judged by its peak before it is named
     explain       the answer in sentences, and what it takes for granted
     calibration   published runs as jobs, what is predicted for them, and errors on measured runs like this one
 
@@ -33,7 +32,6 @@ from lablib.calc.layouts.planner.calibration import (
     run_choices,
     workload_of_run,
 )
-from lablib.calc.layouts.planner.candidates import Candidate
 from lablib.calc.layouts.planner.explain import (
     PART_NAMES,
     expert_limits,
@@ -47,7 +45,7 @@ from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_la
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
-from lablib.calc.layouts.planner.search import NEAREST, Plan, divisors, nothing_fits, plan
+from lablib.calc.layouts.planner.search import NEAREST, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, StepWork, Workload, layer_work, pass_seconds, step_time
 
 __all__ = [
