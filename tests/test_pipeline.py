@@ -351,7 +351,7 @@ def side_by_side(seed: int) -> float:
 
 
 def in_one_function(seed: int) -> dict[str, float]:
-    """1F1B in one function against the executor, whose losses and gradients have the same bits to the last few."""
+    """1F1B in one function against the executor: losses and gradients, and what both refuse."""
     draw, p = random.Random(seed), dist.get_world_size()
     found = {}
     for family in FAMILIES:
@@ -366,6 +366,14 @@ def in_one_function(seed: int) -> dict[str, float]:
             assert all((q.grad is None) == (expected[name] is None) for name, q in stage.named_parameters())
             apart = [(q.grad - expected[name]).abs().max().item() for name, q in stage.named_parameters()]
             found[f"{family} {sizes}"] = max([0.0, *apart, 0.0 if ours is None else abs(ours.item() - theirs.item())])
+    others = dist.new_group(range(1, p)) if p > 1 else None
+    (two,) = windows(draw, model, [2])
+    for wrong in ([], [two[:0]], [two, two[:, 1:]]):
+        with pytest.raises(ValueError, match="one micro-batch or more"):
+            step_1f1b(stage, wrong, loss=exact_loss)
+    if p > 1 and dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="not in the group"):
+            step_1f1b(stage, [two], others, loss=exact_loss)
     return found
 
 

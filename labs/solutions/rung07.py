@@ -63,7 +63,7 @@ def plan_cluster(case):
         "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
         # 405B: 2,048 sequences over 128 replicas are 16
         # micro-batches, one a rank, so each rank has many stages.
-        # With ZeRO-1 those leave no room; ZeRO-2 shards gradients.
+        # With eight, ZeRO-1 leaves no room; ZeRO-2 shards gradients.
         "llama-405b": {
             "tp": 8,
             "pp": 16,

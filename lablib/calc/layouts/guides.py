@@ -253,7 +253,7 @@ class Bubble:
 def microbatch_rule(p: int, per_stage: Sequence[int] = (1, 2, 4, 8), v: int = 1) -> list[Bubble]:
     """Return the bubble for so many micro-batches a stage: with 4 it is (p-1)/(4p), below a quarter for any p.
 
-    Where it fails: with v chunks, 4/v for a stage do as well. Llama 3 runs 16 stages on 16 micro-batches.
+    Where it fails: with v chunks, 4/v for a stage do as well. Llama 3 runs 16 sequences a replica through 16 ranks.
     """
     name = "interleaved" if v > 1 else "1f1b"
     rows = []
@@ -495,7 +495,8 @@ MODELS: dict[str, ModelConfig] = {
 def audited_rows(gpu: str | Accelerator = "a100", *, tokens: int = 2**22) -> list[AuditedRow]:
     """Return the usual table of layouts, each row judged, with what the framework says in its place.
 
-    Sequences are 2,048 tokens, 8,192 for 405B and 1,048,576 in the last row.
+    Sequences are 2,048 tokens, 8,192 for 405B and 1,048,576 in the last row; a step has `tokens`, and one sequence for
+    each GPU at least.
     """
     return [_audit(example, gpu, tokens) for example in EXAMPLES]
 

@@ -1,10 +1,11 @@
 """A layer of experts over the ranks of a group in one function, to be read from top to bottom.
 
 Route, count, permute, all-to-all, experts, all-to-all back, weighted sum. `lablib.toys.expert_parallel.layer` has the
-same steps as a module, with other routers, capacities, shared experts and grouped products. A test holds both equal.
+same steps as a module, with other routers, capacities, shared experts and grouped products. Tests hold both to one
+process.
 
 Shapes: T tokens of this rank, H hidden width, F inner width, E experts, e = E / n of them on each of n ranks,
-k experts of a token, R = T k rows to send, A rows that arrive.
+k experts of a token, R = T k rows to send, A rows that arrive, a of them for one expert.
 
 Papers: Lepikhin et al. 2020 (GShard, 2006.16668); Jiang et al. 2024 (Mixtral, 2401.04088).
 """
@@ -28,14 +29,19 @@ def moe_forward(
     k: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Return what the experts of all ranks make of this rank's tokens, y_TH; every rank must call it."""
+    """Return what the experts of all ranks make of this rank's tokens, y_TH; every rank must call it.
+
+    Every rank must run backward, too, one without tokens like the others: its all-to-alls wait for all.
+    """
     num_experts, num_local = len(router_EH), len(gate_eFH)
     ranks = group.size()
 
     # Route: softmax over all experts, the k best of them, weights that sum to one.
-    scores_TE = (x_TH @ router_EH.t()).softmax(dim=-1)
+    # In fp32 at least: bf16 makes ties of scores that differ, and a tie goes to whom the sort likes.
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    scores_TE = (x_TH.to(wide) @ router_EH.to(wide).t()).softmax(dim=-1)
     weights_Tk, experts_Tk = scores_TE.topk(k, dim=-1)
-    weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+    weights_Tk = (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(x_TH.dtype)
 
     # Count, and tell every rank how many rows come for each of its experts.
     counts_E = experts_Tk.flatten().bincount(minlength=num_experts)
@@ -49,7 +55,7 @@ def moe_forward(
     order_R = experts_Tk.flatten().argsort(stable=True)  # choice number c = token * k + place
     rows_RH = x_TH[order_R // k]
 
-    # Dispatch. Its backward is an all-to-all the other way, so a rank without tokens must take part too.
+    # Dispatch. Its backward is an all-to-all the other way.
     arrived_AH = all_to_all(rows_RH, send, receive, group)
 
     # What arrived is in the order of the ranks, and by expert within each of them: take every expert's rows together.
@@ -57,9 +63,9 @@ def moe_forward(
     made_AH = torch.zeros_like(arrived_AH)
     for i in range(num_local):
         mine = expert_A == i  # may be empty, and then has gradients of zero
-        x_H = arrived_AH[mine]
-        inner_F = F.silu(x_H @ gate_eFH[i].t()) * (x_H @ up_eFH[i].t())
-        made_AH = made_AH.index_put((mine,), inner_F @ down_eHF[i].t())
+        x_aH = arrived_AH[mine]
+        inner_aF = F.silu(x_aH @ gate_eFH[i].t()) * (x_aH @ up_eFH[i].t())
+        made_AH = made_AH.index_put((mine,), inner_aF @ down_eHF[i].t())
 
     # Combine: the results go back the way the rows came, so they are in the order of `rows_RH`.
     back_RH = all_to_all(made_AH, receive, send, group)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: 1F1B in one function, and an executor for any schedule of `lablib.calc.schedules`.
 
-    one_f_one_b   1F1B from top to bottom, with plain sends and receives
+    one_f_one_b   1F1B from top to bottom, with paired sends and receives
     executor      runs a rank's actions, whatever the schedule, and its messages
     stages        a transformer cut by depth, and a backward cut in two
 

@@ -1,12 +1,13 @@
 """1F1B in one function, to be read from top to bottom: warm-up, steady state, cool-down.
 
-A rank has one stage. It runs forwards until the last stage could have sent a gradient back, then one forward and one
-backward in turn, then the backwards that are left. Two ranks, four micro-batches:
+A rank has one stage. It runs as many forwards as ranks come after it, then one forward and one backward in turn,
+then the backwards that are left. Two ranks, four micro-batches:
 
-    rank 0    F0 F1 B0 F2 B1 F3 B2    B3
+    rank 0    F0 F1    B0 F2 B1 F3 B2    B3
     rank 1       F0 B0 F1 B1 F2 B2 F3 B3
 
-`lablib.toys.pipeline.executor` runs any schedule, several stages a rank and tied weights. A test holds both equal.
+`lablib.toys.pipeline.executor` runs any schedule, several stages a rank and tied weights, and refuses more that is wrong;
+a test holds both equal. With NCCL let the whole group meet in a collective first: `batch_isend_irecv` asks for that.
 
 Paper: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
 """
@@ -26,7 +27,7 @@ from lablib.toys.pipeline.stages import Stage
 
 def step_1f1b(
     stage: Stage,  # of this rank: rank 0 has the embedding, the last rank has the head
-    microbatches: Sequence[Tensor],  # windows tokens_BT, the same on every rank; T = S + 1
+    microbatches: Sequence[Tensor],  # windows tokens_BT, the same on every rank, of one length T = S + 1
     group: dist.ProcessGroup | None = None,
     *,
     loss: Callable[[Tensor, Tensor], Tensor] = transformer.loss,  # (logits_BSV, tokens_BT) -> mean loss
@@ -35,6 +36,14 @@ def step_1f1b(
     rank, num_stages, num_microbatches = dist.get_rank(group), dist.get_world_size(group), len(microbatches)
     previous = rank - 1 if rank > 0 else None
     following = rank + 1 if rank < num_stages - 1 else None
+    if rank < 0:
+        raise ValueError("this rank is not in the group of the pipeline")
+    if (
+        not microbatches
+        or len({tokens_BT.shape[1] for tokens_BT in microbatches}) > 1
+        or not all(map(len, microbatches))
+    ):
+        raise ValueError("a batch is one micro-batch or more, none of them empty, all of one length")
     if stage.config.tied and num_stages > 1:
         raise ValueError("the first and the last stage share a weight; use PipelineExecutor, which sums its gradients")
     windows = sum(len(tokens_BT) for tokens_BT in microbatches)

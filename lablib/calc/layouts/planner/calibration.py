@@ -3,7 +3,7 @@
     predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
     like_this(load, layout).sentence          # "median 7%, worst 24% on 31 measured runs (A100, FSDP, 7B to 30B)"
 
-A row says what its paper prints; what it leaves out is None, and the fastest choice counts. `tests/evidence/planner` has
+A row says what its paper prints or what is assumed below; what is left out is None, and the fastest choice counts. `tests/evidence/planner` has
 many more rows, fits the constants to them, judges them and writes `measured.json`, which has `LIKE_THIS` as columns. Its
 ratios are predicted over measured seconds, by constants that never saw the row's source.
 
@@ -15,7 +15,8 @@ ratios are predicted over measured seconds, by constants that never saw the row'
   with sequence parallelism and selective recomputation. The rate here is model FLOPs over time, as their MFU.
 - Llama 3 (arXiv 2407.21783), table 4: H100, 16 million tokens a step, no recomputation at 8,192 tokens. Section 3.3.2
   shards optimizer states and gradients and keeps the weights gathered after forward, which is ZeRO-2 here.
-  Gradients are counted with 2 bytes, although the paper reduces them in fp32.
+  Assumed: micro-batches of one sequence, split norms, fused attention as fast as was measured on H100, and gradients of
+  2 bytes, although the paper accumulates and reduces them in fp32.
 """
 
 from __future__ import annotations
@@ -291,7 +292,8 @@ def run_choices(run: Run) -> list[tuple[Layout, StepWork, float]]:
 def counted_flops(run: Run, recompute: str) -> float:
     """Return the FLOPs of a step as a row's paper counts them.
 
-    Fused attention skips the masked half of the scores, and the half is what is counted for it.
+    For fused attention, which skips the masked half of the scores, half of them count. Llama 3 does not say which it counts;
+    at 131,072 tokens all of them would be 1.4 times as many FLOPs.
     """
     causal = run.attention == "fused"
     how = {"recompute": recompute, "causal": causal, "early_stop": False}  # Megatron's replays run to the end
