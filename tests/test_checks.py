@@ -11,7 +11,7 @@ import pytest
 
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
-from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, whole
+from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, recognize, refuse, whole
 from lablib.checks.judging import ranks as judging_ranks
 from lablib.checks.judging.guard import Answer
 from tests.planted import answers_with, of_floats, of_numpy
@@ -292,6 +292,14 @@ def test_a_table_passes_what_is_right_and_lets_no_answer_change_the_case():
     rows = compare(lambda values: values.sort() or values[0], cases, min, [], "{0}")
     assert [row.truth for row in rows] == [1, 4]
     assert cases == [([3, 1, 2],), ([5, 4],)]
+
+
+def test_the_first_sign_that_is_there_is_said_and_none_behind_it_is_looked_at():
+    refuse("case", ("One", []))
+    with pytest.raises(Wrong, match=r"^Two \(case\)\.$"):
+        refuse("case", ("One", []), (lambda: "Two", lambda: 1), ("Three", lambda: 1 / 0))
+    with pytest.raises(Wrong, match=r"^Twice\.$"):
+        recognize(6, "", [("Thrice", 9), ("Twice", 6.0)])
 
 
 def test_an_answer_knows_what_its_own_lines_have_called():
