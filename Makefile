@@ -26,6 +26,8 @@ SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
 EXECUTED := $(CURDIR)/.cache/executed
 
 export PYTHONUNBUFFERED := 1
+# Hundreds of ranks and kernels import lablib: without bytecode each of them would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
 # Whatever the locale: the same encoding for every file and pipe.
 export PYTHONUTF8 := 1
 # A build and a test run write apart from the learner's own distributed-experiments/, and draw no bars.
