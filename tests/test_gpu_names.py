@@ -22,6 +22,7 @@ DRIVERS = {
     "l40s": "NVIDIA L40S",
     "rtx-a6000": "NVIDIA RTX A6000",
     "rtx-6000-ada": "NVIDIA RTX 6000 Ada Generation",
+    "rtx-3090": "NVIDIA GeForce RTX 3090",
     "rtx-4090": "NVIDIA GeForce RTX 4090",
     "rtx-5090": "NVIDIA GeForce RTX 5090",
     "a100-40gb": "NVIDIA A100-SXM4-40GB",
@@ -63,6 +64,12 @@ def test_the_drivers_names(key, driver):
     # One pattern alone takes it, so that the order of the table decides nothing.
     text = driver.upper().replace("-", " ")
     assert [key for key, card in ACCELERATORS.items() if card.driver and re.search(card.driver, text)] == [key]
+
+
+@pytest.mark.parametrize("driver", [driver for driver in DRIVERS.values() if "GeForce" in driver])
+@pytest.mark.parametrize("variant", ["Ti", "SUPER", "D", "D V2", "Laptop GPU"])
+def test_a_geforce_whose_name_goes_on_is_another_one(driver, variant):
+    assert known_accelerator(f"{driver} {variant}") is not known_accelerator(driver)
 
 
 def test_a_total_that_nobody_has_read_is_not_the_printed_one():

@@ -361,12 +361,19 @@ ACCELERATORS: dict[str, Accelerator] = {
         cuda=47.37, seen="messages in public logs, ECC off; with ECC 44.43 (github.com/DINGYANB/MTVCrafter/issues/21)",
         driver=r"\bRTX 6000 ADA\b", capability=(8, 9),
     ),
+    "rtx-3090": _card(
+        "RTX 3090", 24, "GDDR6X", 0.936, {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}, host="pcie4-x16",
+        source="NVIDIA Ampere GA102 whitepaper, dense rates with fp32 accumulation, as quoted elsewhere (secondary)",
+        links="PCIe, and no peer access over it between GeForce cards; the bridge of two is sold apart and left out",
+        cuda=23.56, seen="messages in public logs; of older drivers 24,259 MiB, in published torch device properties",
+        driver=r"\bRTX 3090$", capability=(8, 6),
+    ),
     "rtx-4090": _card(
         "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16",
         source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
         cuda=23.52, seen="github.com/pytorch/torchchat/issues/1341; 23.64 and more with older drivers",
-        driver=r"\bRTX 4090\b", capability=(8, 9),
+        driver=r"\bRTX 4090$", capability=(8, 9),
     ),
     "rtx-5090": _card(
         "RTX 5090", 32, "GDDR7", 1.792, {"bf16": 209.5, "fp16": 209.5, "fp8": 419, "tf32": 104.8, "fp32": 104.8},
@@ -374,7 +381,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         source="NVIDIA RTX Blackwell whitepaper, dense, with fp32 accumulation: a quarter of the 838 (secondary)",
         links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
         cuda=31.36, seen="messages in public logs; 31.37 in github.com/Wan-Video/Wan2.1/issues/465",
-        driver=r"\bRTX 5090\b", capability=(12, 0),
+        driver=r"\bRTX 5090$", capability=(12, 0),
     ),
     "l40s": _card(
         "L40S", 48, "GDDR6 with ECC", 0.864,
