@@ -38,6 +38,7 @@ from lablib.toys.pipeline.executor import Mailbox
 from lablib.toys.transformer import RMSNORM_EPSILON, RMSNorm, Transformer, tiny_config
 from lablib.toys.zero import ZeRO1
 from tests.processes import new_seed
+from tests.test_schedules import made
 
 TOLERANCE = 1e-12
 FAMILIES = ["gpt2", "llama"]
@@ -135,10 +136,8 @@ def all_schedules(seed: int) -> dict[str, dict]:
     draw, p = random.Random(seed), dist.get_world_size()
     results = {}
     for turn, name in enumerate(schedule_names()):
-        m = 2 * p + 1 if name == "dualpipe-v" else draw.choice([1, 3, 5, 7])
-        v = draw.choice([2, 3]) if name == "interleaved" else 1
-        m = p * draw.choice([1, 3]) if name == "interleaved" else m
-        plan = schedule(name, p, m, v)
+        plan = made(name, p, draw.choice([1, 3] if name == "interleaved" else [1, 3, 5, 7]), draw.choice([2, 3]))
+        m, v = plan.num_microbatches, plan.virtual_stages
         layers = cut(draw, draw.choice([3, 5, 7]), plan.num_stages)
         family, tied = FAMILIES[turn % 2], draw.random() < 0.5
         model = awkward(draw, family, layers=sum(layers), tied=tied)

@@ -28,7 +28,7 @@ from lablib.calc.schedules import (
 from lablib.calc.schedules.actions import Overlap
 from lablib.calc.schedules.generators import zb_v
 from lablib.calc.schedules.text import step_grid
-from tests.test_schedules import made
+from tests.test_schedules import made, overlaps
 
 some = settings(max_examples=40, deadline=None)
 
@@ -59,7 +59,7 @@ def test_simulate_is_the_longest_path(name, p, m, seed):
         key: [dice.uniform(1, 3) for _ in range(ours.num_stages)] for key in ("forward", "backward", "input", "weight")
     }
     # Shorter than any action, so that no message waits for the one before it; overlapped pairs send two at a time.
-    communication = 0 if name == "dualpipe-v" else dice.uniform(0, 1)
+    communication = 0 if overlaps(ours) else dice.uniform(0, 1)
     timeline = simulate(ours, communication=communication, **times)
     key = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     home = {step: rank for rank, steps in enumerate(ours.ranks) for step in steps}

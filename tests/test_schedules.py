@@ -25,7 +25,7 @@ from lablib.calc.schedules import (
     zb_h1,
     zb_h2,
 )
-from lablib.calc.schedules.actions import parse_action
+from lablib.calc.schedules.actions import Overlap, parse_action
 from lablib.calc.schedules.generators import dualpipe_v, zb_v
 from lablib.cli.schedule import schedule as command
 from tests.torch_schedules import from_csv
@@ -36,10 +36,15 @@ durations = st.floats(0.1, 10)
 
 
 def made(name, p, m, v=2):
-    """Return a schedule whatever the numbers, rounded up to what it needs."""
+    """Return a schedule whatever the numbers: what one of them needs of p, m and v stands here."""
     if name == "interleaved":
         return interleaved(p, p * m, v)
     return schedule(name, p, m + 2 * p if name == "dualpipe-v" else m)
+
+
+def overlaps(ours):
+    """Say whether a rank runs a forward and a backward as one step."""
+    return any(isinstance(step, Overlap) for steps in ours.ranks for step in steps)
 
 
 # Published: t_F = 1, t_B = 2, and for the last two t_F = t_I = t_W = 1.
@@ -271,4 +276,6 @@ def test_names_are_forgiving():
 def test_the_lists_for_readers_have_every_schedule():
     help_text = get_type_hints(command, include_extras=True)["name"].__metadata__[0].help
     assert re.findall(r"[\w-]+", help_text.replace(" or ", " ")) == schedule_names()
-    assert re.findall(r"(?m)^\| ([\w-]+) \| `", schedules.__doc__) == schedule_names()
+    rows = re.findall(r"(?m)^\| ([\w-]+) \| `(\w+)`", schedules.__doc__)
+    assert [name for name, _ in rows] == schedule_names()
+    assert {function for _, function in rows} <= set(schedules.__all__)

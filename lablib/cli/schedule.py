@@ -20,7 +20,7 @@ def schedule(
     stages: Annotated[int, typer.Option(help="Pipeline ranks; with --virtual each holds several stages.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 8,
     virtual: Annotated[
-        int | None, typer.Option(help="Stages on every rank; default: 2 when interleaved, zb-v or dualpipe-v.")
+        int | None, typer.Option(help="Stages on every rank; default: 2 when interleaved, else what the schedule has.")
     ] = None,
     forward: Annotated[float, typer.Option(help="Time of a forward through one rank's share.")] = 1,
     backward: Annotated[

@@ -334,9 +334,10 @@ def schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     known = one_of("schedule", str(name).lower().replace("_", "-"), _MAKE)
     if known == "interleaved":
         return interleaved(p, m, v)
-    fixed = 2 if known in ("zb-v", "dualpipe-v") else 1
+    made = _MAKE[known](p, m)
+    fixed = made.virtual_stages
     if v not in (1, fixed):
         raise ValueError(
             f"{known} has {fixed} stage{'s' * (fixed > 1)} on every rank, not v={v}; use v={fixed}, or interleaved"
         )
-    return _MAKE[known](p, m)
+    return made
