@@ -121,6 +121,14 @@ def test_done_when_refuses_an_answer_that_has_the_arithmetic_and_not_the_idea(ru
     assert any(name.startswith("without_the_idea") for name in planted)
 
 
+@pytest.mark.parametrize(("rung", "name"), CHECKS)
+def test_an_exercise_stands_in_its_lab_and_its_solution_in_the_chapter(rung, name):
+    (lab,), (chapter,) = (ROOT / "labs").glob(f"{rung[4:]}_*.ipynb"), (ROOT / "book").glob(f"{rung[4:]}_*.md")
+    assert name in getattr(_load(rung)[0], "__all__", [name])
+    assert re.search(rf"\b{rung}\.{name}\(", lab.read_text(encoding="utf-8"))
+    assert re.search(rf"(?m)^:pyobject: {name}$", chapter.read_text(encoding="utf-8"))
+
+
 def _stub(*args, **kwargs):
     raise NotImplementedError
 

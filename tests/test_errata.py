@@ -153,6 +153,10 @@ def test_every_claim_has_its_row_and_the_row_its_numbers(table, claims, names):
             assert re.search(rf"(?<![\w.,]){re.escape(number)}(?![\w]|[.,]\d)", shown), (claim, number, shown)
 
 
+def test_every_expression_of_a_row_has_a_value(names):
+    assert all(_shown(cell, names) for _, cells in ROWS for cell in cells)
+
+
 def unsourced(section, cells):
     """Return what a row lacks, if it lacks anything: who says it, or the rung that derives it."""
     if len(cells) != SHAPES.get(section, 4):

@@ -5,6 +5,7 @@ import json
 import math
 import pkgutil
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
 from lablib.live.explorer import PARTS, Control, answer_json, find_explorer
 from lablib.view.style import COLORS
-from tests.scripts import load
+from tests.scripts import ROOT, load
 
 TRAINING, ZERO = explore_training.EXPLORER, explore_zero.EXPLORER
 #: Every module of lablib.live that has one.
@@ -35,6 +36,13 @@ EXPLORERS = {
     for name in sorted(f"lablib.live.{found.name}" for found in pkgutil.iter_modules(live.__path__))
     if hasattr(module := importlib.import_module(name), "EXPLORER")
 }
+
+
+def test_every_explorer_is_on_a_page_and_at_the_door():
+    pages = [ROOT / "index.md", *(ROOT / "book").glob("*.md")]
+    shown = re.findall(r"\{livecalc\} (\S+)", "".join(page.read_text(encoding="utf-8") for page in pages))
+    assert set(shown) == set(EXPLORERS)
+    assert {f"lablib.live.{name}" for name in re.findall(r"(?m)^    (\w+)", live.__doc__)} >= set(EXPLORERS)
 
 
 def around(explorer):

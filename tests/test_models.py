@@ -6,6 +6,7 @@ import transformers
 
 from lablib.calc.models import ModelConfig, from_hf, preset, preset_names
 from lablib.calc.models.config import FAMILIES
+from lablib.calc.models.details import DETAILS
 from lablib.calc.params import count_params
 
 LLAMA_3_8B = {
@@ -122,6 +123,7 @@ def test_at_least_twenty_presets_of_every_family():
     assert len(preset_names()) >= 20
     assert {preset(name).family for name in preset_names()} == set(FAMILIES)
     assert all(preset(name).name == name for name in preset_names())
+    assert set(DETAILS) <= set(preset_names()), "details of a model that has another name"
 
 
 def test_an_unknown_preset_suggests_close_names():

@@ -6,6 +6,7 @@ calls the same function for every other. Standard library and calc only, because
     explorer   controls and states, and how one is found
     training   the memory of a training run      chapter 01
     zero       what a rank holds by stage        chapter 05
+    formulas   the sheet for a job of yours      the sheet of formulas
     svg        SVG as text
 
 Read `explorer` first.
