@@ -234,10 +234,6 @@ def test_llama_3_layers_in_eight_chunks_a_stage() -> None:
     assert training_memory(TINY, **run).ranks == 6, "stages of the embedding and of the head alone"
 
 
-def test_interleaved_chunks_cover_the_layers_in_order() -> None:
-    assert stage_layers(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
-
-
 def test_context_parallelism_splits_tokens_and_not_weights() -> None:
     one, four = training_memory(TINY), training_memory(TINY, cp=4)
     assert four.states == one.states
@@ -300,13 +296,6 @@ def test_korthikanti_first_stage_gigabytes(
         if p == 1:
             layers -= 2 * 4 * 2048 * 6144 // (t if variant.get("sequence_parallel") else 1)  # input of the final norm
         assert layers / GB == pytest.approx(expected, abs=0.05)
-
-
-def test_activations_are_the_layer_formula_times_layers() -> None:
-    kept = layer_activations(TINY, batch=3, seq=64, attention="plain")
-    memory = training_memory(TINY, micro_batch=3, attention="plain")
-    assert memory.terms["activations.mlp"] == 4 * kept["mlp"]
-    assert memory.terms["activations.scores"] == 4 * kept["scores"]
 
 
 def test_gpt2_xl_activations_as_zero_counts_them() -> None:

@@ -17,7 +17,6 @@ from lablib.calc.memory import run_config, training_memory
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.memory.timeline.step import piece
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.schedules import in_flight, layers_of_stage, stage_layers
 from lablib.cli.main import app
 
 
@@ -68,21 +67,6 @@ def test_only_the_ends_of_a_pipeline_can_be_without_blocks() -> None:
     first = memory_timeline("gpt2", pp=3, layers_per_stage=[0, 6, 6], stage=0, seq=64)
     # Its outputs go to the next stage and are held for the micro-batches in flight, three of them.
     assert first.saved["stage_outputs"] == 3 * 64 * 768 * 2
-
-
-def test_in_flight_is_what_the_schedule_says_forward_by_forward() -> None:
-    for pp in (2, 3, 5):
-        for chunks in (1, 2, 3):
-            for stage in range(pp):
-                for micro_batches in (None, 1, pp, 4 * pp):
-                    many = 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1 if chunks > 1 else pp - stage
-                    many = many if micro_batches is None else min(many, micro_batches * chunks)
-                    counts = [0] * chunks
-                    for forward in range(many):
-                        counts[forward // pp % chunks] += 1
-                    how = {"virtual_stages": chunks, "num_microbatches": micro_batches}
-                    assert in_flight("1f1b", stage, pp, **how) == counts
-    assert [layers_of_stage(12, 3, 2, None, i) for i in range(3)] == stage_layers(12, 3, 2)
 
 
 def test_shared_pieces_say_what_pieces_of_their_own_say() -> None:

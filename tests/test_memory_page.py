@@ -122,9 +122,8 @@ def test_what_earlier_draws_found_is_corrected() -> None:
         assert broken(today) == []
 
 
-@pytest.mark.parametrize("implementation", ["hf", "toy"])
-def test_a_drawn_one_measured_again(implementation: str) -> None:
-    case = next(c for c in held_out() if c.implementation == implementation and c.size == "tiny" and c.seq == 64)
+def test_a_drawn_one_measured_again() -> None:
+    case = next(c for c in held_out() if c.implementation == "toy" and c.size == "tiny" and c.seq == 64)
     row = measured_row(case)
     assert drifted([row], HELD) == []
 
