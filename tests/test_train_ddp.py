@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -25,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lablib.launch.rank_server import ensure_server, no_main_module
 from lablib.launch.runs import elastic
-from tests.processes import free_port
+from tests.processes import ended, free_port
 from tests.scripts import load, run_forked
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
@@ -40,7 +42,9 @@ SMALL = {
     "--dtype": "float64",
     "--checkpoint-every": 3,
 }
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 PATIENCE = 90  # seconds for a run of two
+PAUSE = threading.Event()  # nobody sets it
 
 
 def arguments(options: Sequence[object]) -> list[str]:
@@ -67,8 +71,7 @@ def workers(folder: Path, ranks: int, *options: object) -> list[BaseProcess]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **ON_CPU,
     }
     jobs = []
     for rank in range(ranks):
@@ -149,14 +152,18 @@ def test_ddp_walks_the_curve_of_one_until_sigterm_to_torchrun(tmp_path: Path, un
     """
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
     options = ("--accumulate", 2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
-
-    def stop(agent: subprocess.Popen) -> bool:
-        if due := has_logged(log, 20):
-            agent.send_signal(signal.SIGTERM)
-        return due
-
-    # The agent's forks, as lab 02 has them.
-    elastic.torchrun(*arguments(options), ranks=2, timeout=PATIENCE, preload=["torch._dynamo"], meanwhile=stop)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **ON_CPU}
+    with (tmp_path / "said-0").open("wb") as said:
+        command = [sys.executable, *launcher, *arguments(options)]
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+    with ended(process) as job:
+        for _ in range(50 * PATIENCE):
+            if has_logged(log, 20) or job.poll() is not None:
+                break
+            PAUSE.wait(0.02)
+        job.send_signal(signal.SIGTERM)
+        job.wait(PATIENCE)
     walks_the_curve(losses(log), undisturbed)
     assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
 
