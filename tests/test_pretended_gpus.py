@@ -132,7 +132,7 @@ if __name__ == "__main__":
     folder = Path({folder!r})
     rank = folder / "rank.py"
     rank.write_text('''
-import os, runpy, time, torch
+import os, runpy, threading, torch
 from pathlib import Path
 from lablib.launch.records.machine import this_machine
 number, folder = int(os.environ["LOCAL_RANK"]), Path({folder!r}, "gpus" if torch.cuda.is_available() else "cpu")
@@ -142,7 +142,7 @@ print(f"rank {{number}} sees {{len(this_machine()['gpus'])}}", flush=True)
 folder.mkdir(exist_ok=True)
 (folder / str(number)).touch()
 while len(list(folder.iterdir())) < 2:  # the first that fails ends the other
-    time.sleep(0.01)
+    threading.Event().wait(0.01)
 runpy.run_path("labs/scripts/first_ddp.py", run_name="__main__")
 ''')
     print(json.dumps([torchrun(rank, ranks=2, device=device).log for device in ("cpu", "cuda")]))
