@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import os
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,3 +25,17 @@ def lab_script(name: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     return importlib.import_module(name)
+
+
+def run_forked(words: list[str], variables: dict[str, str], output: Path) -> None:
+    """Be `python WORDS` with these variables in a process that was forked off a server which has loaded torch."""
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= variables
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        if sys.modules["torch.distributed"].is_initialized():
+            print("the process group was not destroyed")

@@ -63,6 +63,7 @@ def started(folder, config=ROOT / "tools" / "ipython_config.py"):
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
     with started(tmp_path_factory.mktemp("kernel")) as kernel:
+        kernel.idle = descendants(kernel.manager.provisioner.pid)
         yield kernel
 
 
@@ -113,26 +114,30 @@ run_ranks(stay, 2, live=True, timeout=600)
 """
 
 
-@pytest.mark.parametrize(
-    "config", [ROOT / "tools" / "ipython_config.py", None], ids=["make lab", "another environment"]
-)
-def test_an_interrupt_while_ranks_run_is_one_sentence_and_no_rank_is_left(tmp_path, config):
-    with started(tmp_path, config) as kernel:
-        printed, error = kernel.run(RANKS, interrupt_at="[rank 0] pid")
-        assert error == "Interrupted in line 9: run_ranks(stay, 2, live=True, timeout=600)\nIts ranks have ended."
-        for pid in re.findall(r"pid (\d+)", printed):
-            with pytest.raises(ProcessLookupError):
-                os.kill(int(pid), 0)
-        assert kernel.run("len([1])") == ("", None)
+def interrupted(kernel):
+    printed, error = kernel.run(RANKS, interrupt_at="[rank 0] pid")
+    assert error == "Interrupted in line 9: run_ranks(stay, 2, live=True, timeout=600)\nIts ranks have ended."
+    for pid in re.findall(r"pid (\d+)", printed):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    assert kernel.run("len([1])") == ("", None)
+
+
+def test_an_interrupt_while_ranks_run_is_one_sentence_and_no_rank_is_left(kernel):
+    interrupted(kernel)
+
+
+def test_so_it_is_in_a_kernel_of_another_environment(tmp_path):
+    with started(tmp_path, None) as other:
+        interrupted(other)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_server_of_ranks_waits_for_the_first_cell(tmp_path):
+def test_the_server_of_ranks_waits_for_the_first_cell(kernel):
     """An open notebook that nobody runs would hold a process with torch in it."""
-    with started(tmp_path) as kernel:
-        assert not descendants(kernel.manager.provisioner.pid)
-        printed, _ = kernel.run("from multiprocessing import forkserver\nprint(forkserver._forkserver._forkserver_pid)")
-        assert int(printed) in descendants(kernel.manager.provisioner.pid)
+    assert not kernel.idle
+    printed, _ = kernel.run("from multiprocessing import forkserver\nprint(forkserver._forkserver._forkserver_pid)")
+    assert int(printed) in descendants(kernel.manager.provisioner.pid)
 
 
 def test_another_handler_of_the_learner_is_kept(kernel):

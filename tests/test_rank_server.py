@@ -55,9 +55,8 @@ print(run_ranks(tempfile.gettempdir, 2))
 """
 
 
-@pytest.mark.parametrize("length", [30, 200])
-def test_a_long_tmpdir_does_not_make_sockets_too_long(tmp_path, length):
-    folder = tmp_path / ("f" * length)
+def test_a_long_tmpdir_does_not_make_sockets_too_long(tmp_path):
+    folder = tmp_path / ("f" * 200)
     folder.mkdir()
     run = subprocess.run(
         [sys.executable, "-c", RANKS],

@@ -1,10 +1,7 @@
 """Ranks under interrupts at any moment, under a server that is stuck or gone, and without their notebook."""
 
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 
@@ -14,7 +11,6 @@ from lablib.launch.rank_server import server_pid, uninterrupted
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.launch.ranks import run as ranks
 from tests.bench.bench_ranks import interrupted_at_random, kernel
-from tests.processes import ended
 
 PAUSE = threading.Event()  # nobody sets it
 
@@ -117,37 +113,6 @@ def test_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch):
     gone.rmdir()
     with pytest.raises(ValueError, match=r"the working folder of this process is gone.*os.chdir"):
         run_ranks(os.getpid, 1)
-
-
-IN_C = """
-import ctypes, os, sys
-from lablib.launch.ranks.run import run_ranks
-
-def work(path):
-    os.open(path, os.O_WRONLY)
-    print("ready", flush=True)
-    ctypes.PyDLL(None).sleep(600)  # in C, with the GIL held: no thread of Python can run
-
-run_ranks(work, 2, sys.argv[1], live=True, timeout=600)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread of the rank looks for the notebook")
-def test_ranks_that_hold_the_gil_end_with_their_notebook(tmp_path):
-    fifo = tmp_path / "held"
-    os.mkfifo(fifo)
-    (tmp_path / "script.py").write_text(IN_C)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    command = [sys.executable, "script.py", str(fifo)]
-    try:
-        with ended(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)) as script:
-            assert {script.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
-            PAUSE.wait(0.2)  # from the print to the sleep
-            script.kill()
-            assert select.select([reader], [], [], 300)[0]  # nobody holds the pipe any more; they would for 600 s
-            assert os.read(reader, 1) == b""
-    finally:
-        os.close(reader)
 
 
 def test_a_kernel_that_is_interrupted_at_random_moments_leaves_no_process():

@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 
 from lablib.launch.fsdp import complete_checkpoints, latest_checkpoint, read_info
-from lablib.launch.ranks import RankError, explain, run_ranks
+from lablib.launch.ranks import RankError, explain, one_sentence, run_ranks
 from lablib.launch.records import read_logs
-from lablib.launch.runs import kill_and_resume, torchrun
+from lablib.launch.runs import elastic, kill_and_resume, torchrun
 from lablib.launch.runs.elastic import descendants
 from lablib.launch.training import Callback, LogEvents, SaveEvery, StopOnSignal, TrainConfig, Trainer, exit_code, resume
 from lablib.launch.training import callbacks as disk_room
 from lablib.launch.training.callbacks import STOPPED, StragglerWatch, check_room, finished
-from tests.processes import ended, free_port
+from tests.processes import free_port
 from tests.scripts import load
 
 STEPS = 8
@@ -322,21 +322,16 @@ def test_what_is_not_known_is_not_explained():
     assert explain("KeyError: 'x'") is None
 
 
-def test_one_sentence_ends_a_script(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nfrom lablib.launch.ranks.agreement import one_sentence\n"
-        "with one_sentence():\n    raise [OSError(28, 'No space left on device'), ValueError('steps=0'), "
-        "KeyError('x')][int(sys.argv[1])]\n"
-    )
+def test_one_sentence_ends_a_script(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(os, "_exit", sys.exit)
     ends = []
-    for case in range(3):
-        done = subprocess.run(
-            [sys.executable, str(script), str(case)], capture_output=True, text=True, env=os.environ | {"RANK": "1"}
-        )
-        ends.append((done.returncode, done.stderr.strip().splitlines()))
-    (full, full_text), (wrong, wrong_text), (bug, bug_text) = ends
-    assert (full, wrong, bug) == (1, 1, 1)
+    for error in (OSError(28, "No space left on device"), ValueError("steps=0"), KeyError("x")):
+        with pytest.raises(SystemExit) as left, one_sentence():
+            raise error
+        assert left.value.code == 1
+        ends.append(capsys.readouterr().err.strip().splitlines())
+    full_text, wrong_text, bug_text = ends
     assert len(full_text) == 1
     assert full_text[0].startswith("rank 1: The disk is full")
     assert wrong_text == ["rank 1: steps=0"]
@@ -419,23 +414,18 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path):
+def test_ranks_meet_on_a_machine_that_nobody_knows_by_name(tmp_path, monkeypatch):
     """In a namespace where the host has a name without an address, torchrun's own choice of where to meet hangs."""
     unshare = ["unshare", "--uts", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
     nameless = [*unshare, "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*nameless, "true"], capture_output=True).returncode:
         pytest.skip("another host name needs unshare and the right to a namespace")
     (tmp_path / "meet.py").write_text(MEET)
-    start = (
-        "import sys\nfrom lablib.launch.runs.elastic import torchrun\n"
-        "job = torchrun(sys.argv[1], ranks=2, timeout=60)\nprint(job.log)\nsys.exit(job.returncode)\n"
-    )
-    command = [*nameless, sys.executable, "-c", start, str(tmp_path / "meet.py")]
-    root = Path(__file__).parents[1]
-    with ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root)) as job:
-        said, _ = job.communicate(timeout=90)
-    assert job.returncode == 0, said
-    assert said.count("met at 127.0.0.1") == 2
+    usual = elastic.agent_command
+    monkeypatch.setattr(elastic, "agent_command", lambda preload: [*nameless, *usual(preload)])
+    job = torchrun(tmp_path / "meet.py", ranks=2, timeout=60)
+    assert job.returncode == 0, job.log
+    assert job.log.count("met at 127.0.0.1") == 2
 
 
 @pytest.mark.parametrize(

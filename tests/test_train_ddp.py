@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +25,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lablib.launch.rank_server import ensure_server, no_main_module
 from lablib.launch.runs import elastic
 from tests.processes import ended, free_port
-from tests.scripts import load
+from tests.scripts import load, run_forked
 
 SCRIPT = Path(__file__).parents[1] / "labs" / "scripts" / "train_ddp.py"
 TOLERANCE = 1e-9
@@ -38,63 +42,52 @@ SMALL = {
     "--dtype": "float64",
     "--checkpoint-every": 3,
 }
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 PATIENCE = 90  # seconds for a run of two
-
-
-def environment(**more: str) -> dict[str, str]:
-    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    if sys.platform == "darwin":
-        usual["GLOO_SOCKET_IFNAME"] = "lo0"
-    return {**os.environ, **usual, **more}
+PAUSE = threading.Event()  # nobody sets it
 
 
 def arguments(options: Sequence[object]) -> list[str]:
     return [str(word) for word in (SCRIPT, *itertools.chain(*SMALL.items()), *options)]
 
 
-def start(words: list[str], env: dict[str, str]) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    _started.append(subprocess.Popen([sys.executable, *words], env=env, **pipes))
-    return _started[-1]
-
-
-_started: list[subprocess.Popen] = []
+_started: list[BaseProcess] = []
 
 
 @pytest.fixture(autouse=True)
 def _what_a_test_starts_ends_with_it() -> Iterator[None]:
     yield
     while _started:
-        with ended(_started.pop()):
-            pass
+        _started[-1].kill()
+        _started.pop().join()
 
 
-def torchrun(ranks: int, *options: object) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    return start([*launcher, *arguments(options)], environment())
-
-
-def workers(ranks: int, *options: object) -> list[subprocess.Popen]:
-    """Start the ranks that torchrun would start, with a handle on each."""
+def workers(folder: Path, ranks: int, *options: object) -> list[BaseProcess]:
+    """Start the ranks that torchrun would start, with a handle on each; what rank r prints is in the file `said-r`."""
+    context = multiprocessing.get_context("forkserver")
+    ensure_server(context)
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        **ON_CPU,
     }
-    return [start(arguments(options), environment(RANK=str(r), LOCAL_RANK=str(r), **shared)) for r in range(ranks)]
+    jobs = []
+    for rank in range(ranks):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
+        words = (arguments(options), variables, folder / f"said-{rank}")
+        jobs.append(context.Process(target=run_forked, args=words))
+        with no_main_module():
+            jobs[-1].start()
+        _started.append(jobs[-1])
+    return jobs
 
 
-def finish(*jobs: subprocess.Popen) -> list[int]:
-    try:
-        outputs = [job.communicate(timeout=PATIENCE)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    for job, output in zip(jobs, outputs, strict=True):
-        if job.returncode:
-            print(output)
-    return [job.returncode for job in jobs]
+def finish(*jobs: BaseProcess) -> list[int]:
+    for job in jobs:
+        job.join(PATIENCE)
+    return [job.exitcode for job in jobs]
 
 
 def steps_logged(path: Path) -> list[dict]:
@@ -107,34 +100,35 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def wait_for_steps(job: subprocess.Popen, path: Path, count: int) -> None:
+def has_logged(path: Path, count: int) -> bool:
+    return path.exists() and path.read_text().count("\n") >= count
+
+
+def wait_for_steps(job: BaseProcess, path: Path, count: int) -> None:
     """Return when the job has logged `count` steps; fail if it ends or takes for ever."""
     for _ in range(50 * PATIENCE):
-        if path.exists() and path.read_text().count("\n") >= count:
+        if has_logged(path, count):
             return
-        try:
-            job.wait(0.02)
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    job.kill()
-    pytest.fail(f"no {count} steps in {path}:\n{job.communicate()[0]}")
+        job.join(0.02)
+        if job.exitcode is not None:
+            break
+    pytest.fail(f"no {count} steps in {path}:\n{path.with_name('said-0').read_text()}")
 
 
-def alone(log: Path, steps: int) -> list[float]:
-    """Return the curve of one process under torchrun, forked as lab 02 has it."""
-    script, *words = arguments(["--steps", steps, "--losses", log])
-    job = elastic.torchrun(script, *words, ranks=1, env=environment(), preload=["torch._dynamo"])
-    assert job.returncode == 0, job.log
+def alone(folder: Path, steps: int) -> list[float]:
+    """Return the curve of one process."""
+    log = folder / "log"
+    (job,) = workers(folder, 1, "--steps", steps, "--losses", log)
+    assert finish(job) == [0], (folder / "said-0").read_text()
     return losses(log)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of one process, long enough to outlast most runs that are stopped."""
-    log = tmp_path_factory.mktemp("train") / "log"
-    curve = alone(log, 400)
-    assert {line["epoch"] for line in steps_logged(log)} == set(range(80))
+    folder = tmp_path_factory.mktemp("train")
+    curve = alone(folder, 400)
+    assert {line["epoch"] for line in steps_logged(folder / "log")} == set(range(80))
     assert len(curve) == 400
     assert curve[-1] < curve[0] - 0.1
     return curve
@@ -143,9 +137,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_the_toy_walks_the_curve_of_one_until_sigterm_to_one_rank(tmp_path: Path, undisturbed) -> None:
     """All ranks stop after the same step, checkpoint and exit 0."""
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
-    jobs = workers(2, "--toy", "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
+    jobs = workers(tmp_path, 2, "--toy", "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
     wait_for_steps(jobs[0], log, 20)
-    jobs[1].send_signal(signal.SIGTERM)
+    jobs[1].terminate()
     assert finish(*jobs) == [0, 0]
     walks_the_curve(losses(log), undisturbed)
     assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
@@ -157,10 +151,19 @@ def test_ddp_walks_the_curve_of_one_until_sigterm_to_torchrun(tmp_path: Path, un
     PyTorch's DDP with accumulation: two ranks with two micro-batches each take the steps of one.
     """
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
-    job = torchrun(2, "--accumulate", 2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
-    wait_for_steps(job, log, 20)
-    job.send_signal(signal.SIGTERM)
-    finish(job)
+    options = ("--accumulate", 2, "--steps", 10**6, "--losses", log, "--checkpoint", checkpoint)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **ON_CPU}
+    with (tmp_path / "said-0").open("wb") as said:
+        command = [sys.executable, *launcher, *arguments(options)]
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+    with ended(process) as job:
+        for _ in range(50 * PATIENCE):
+            if has_logged(log, 20) or job.poll() is not None:
+                break
+            PAUSE.wait(0.02)
+        job.send_signal(signal.SIGTERM)
+        job.wait(PATIENCE)
     walks_the_curve(losses(log), undisturbed)
     assert torch.load(checkpoint, weights_only=True)["step"] == len(losses(log))
 
@@ -171,11 +174,11 @@ def walks_the_curve(curve: list[float], undisturbed: list[float]) -> None:
     assert curve[:steps] == pytest.approx(undisturbed[:steps], abs=TOLERANCE)
 
 
-def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, tmp_path_factory, undisturbed: list[float]) -> None:
     """Rank 0 is killed, somewhere between two checkpoints. The run goes on with one rank, in mid-epoch."""
     log, checkpoint = tmp_path / "log", tmp_path / "run.pt"
     options = ["--losses", log, "--checkpoint", checkpoint]
-    jobs = workers(2, "--steps", 10**6, *options)
+    jobs = workers(tmp_path, 2, "--steps", 10**6, *options)
     wait_for_steps(jobs[0], log, 4)
     jobs[0].kill()
     codes = finish(*jobs)
@@ -186,22 +189,27 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: list[flo
     assert 3 <= saved <= len(losses(log))
     log.write_text(log.read_text() + '{"step": 99, "lo')  # killed while it wrote a line
     steps = saved + 7
-    assert finish(*workers(1, "--steps", steps, *options, "--resume")) == [0]
+    assert finish(*workers(tmp_path, 1, "--steps", steps, *options, "--resume")) == [0]
     # On a busy machine the ranks may go on far beyond the curve before they are killed.
-    curve = undisturbed if steps <= len(undisturbed) else alone(tmp_path / "longer", steps)
+    curve = undisturbed if steps <= len(undisturbed) else alone(tmp_path_factory.mktemp("longer"), steps)
     assert losses(log) == pytest.approx(curve[:steps], abs=TOLERANCE)
 
 
 def test_errors_are_told_and_destroy_the_process_group(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.pt"
     torch.save({"settings": dict.fromkeys(load(SCRIPT).SAME_RUN, "another")}, checkpoint)
-    (no_text,) = workers(1, "--steps", 1, "--text", tmp_path / "nowhere.txt")
-    (other_run,) = workers(1, "--steps", 1, "--checkpoint", checkpoint, "--resume")
-    for job, says in ((no_text, "nowhere.txt"), (other_run, "the checkpoint is of another run: global_batch, seq")):
-        output, _ = job.communicate(timeout=PATIENCE)
-        assert job.returncode == 1
+    for number, (options, says) in enumerate(
+        (
+            (("--text", tmp_path / "nowhere.txt"), "nowhere.txt"),
+            (("--checkpoint", checkpoint, "--resume"), "the checkpoint is of another run: global_batch, seq"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert finish(*workers(folder, 1, "--steps", 1, *options)) == [1]
+        output = (folder / "said-0").read_text()
         assert says in output
-        assert "destroy_process_group() was not called" not in output
+        assert "the process group was not destroyed" not in output
 
 
 # In this process

@@ -25,7 +25,6 @@ import nbformat
 import psutil
 
 from lablib.launch.lab_queue import progress, read_job, read_json, update
-from lablib.launch.ranks import explain
 from lablib.launch.records import (
     FOLDER_SWITCH,
     RECORD_SWITCH,
@@ -79,6 +78,8 @@ def main(queue: Path) -> int:
     try:
         return _run(queue)
     except (OSError, ValueError) as error:  # a full disk, a damaged job: what the labs have kept so far is complete
+        from lablib.launch.ranks import explain  # late: it loads torch, which a queue that ends well never needs
+
         _say(f"stopped: {explain(str(error)) or error}")
         with suppress(OSError, ValueError):
             update(queue, state="stopped", reason=str(error), ended=utc_now())
