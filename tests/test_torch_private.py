@@ -32,7 +32,6 @@ REVIEWED = {
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
     ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",
-    ("tests/test_train_ddp.py", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_accelerate_script.py", "torch._dynamo"): "loaded ahead to save time",
     ("tests/defects_rung08.py", "torch._*"): "what PyTorch's own scaler calls, as a right answer",
     ("book/09_activation_checkpointing.md", "torch._functorch"): "the setting that readers set has no other name",
