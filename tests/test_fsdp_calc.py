@@ -179,7 +179,9 @@ def test_gathered_bytes_are_the_calculator_s(options: dict) -> None:
     assert found.after_backward["optimizer"] == states
 
 
-@pytest.mark.parametrize(("wrap", "kept"), [("none", False), ("block", False), ("block", True), ("ends", True)])
+@pytest.mark.parametrize(
+    ("wrap", "kept"), [("none", False), ("block", False), ("block", True), ("linear", True), ("ends", True)]
+)
 def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
     """A vocabulary larger than a block, reduced in twice the bytes of a weight: the peak is in backward."""
     config = tiny_config("llama", hidden=16, ffn=48, num_layers=3, vocab=400)
@@ -206,7 +208,7 @@ def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="this torch keeps one buffer"
 )
-@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_more_buffers_of_reduce_scatters(buffers: int) -> None:
     def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         model.set_reduce_scatter_max_input_buffers(buffers)  # before the first forward, which reads it

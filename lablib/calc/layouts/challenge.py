@@ -53,7 +53,7 @@ class Case:
 
     @property
     def published(self) -> Layout:
-        """The layout of the paper; what it leaves out is chosen as the planner would."""
+        """The layout of the row: what the paper prints or the row assumes, and what both leave out as the planner would choose it."""
         return predict_run(self.run).layout
 
 

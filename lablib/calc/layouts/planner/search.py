@@ -252,12 +252,6 @@ class Plan:
             found[candidate.layout.shape] = candidate
         return list(found.values())
 
-    def at(self, fitted: Fitted) -> Plan:
-        """Return the same layouts timed with other constants; what fits does not depend on them."""
-        return replace(
-            self, candidates=Candidates(self.load, self.counting, self.capacity, self.found.partitions, fitted)
-        )
-
     def like(self, candidate: Candidate) -> Likeness:
         """Return the measured runs like a candidate, and how wrong their predictions were."""
         return like_this(self.load, candidate.layout)
