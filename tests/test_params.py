@@ -24,6 +24,7 @@ PUBLISHED = {
     # Hugging Face's API, safetensors.total of the model's repository.
     "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "olmo-2-13b": 13_716_198_400,
     "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920,
+    "qwen3-235b-a22b": 235_093_634_560, "gpt-oss-120b": 116_829_156_672,
 }  # fmt: skip
 #: In billions, where the paper has no more digits: Brown et al. 2020 (arXiv 2005.14165), table 2.1.
 ROUNDED = {"gpt3-6.7b": 6.7}

@@ -50,6 +50,8 @@ def test_every_row_can_be_the_run_that_its_source_names(rows: list[Row]) -> None
         assert row.jobs, run.name
         assert run.tp * run.cp * run.pp * run.dp == run.gpus, run.name
         assert run.global_batch % run.dp == 0, run.name
+        assert run.tp * run.cp * run.dp % (run.ep * (run.etp or run.tp)) == 0, run.name
+        assert (run.model.num_experts or run.ep) % run.ep == 0, run.name
     assert {row.run.paper for row in rows} >= set(SOURCES)
 
 

@@ -83,7 +83,7 @@ DETAILS: dict[str, dict] = {
     **dict.fromkeys(("qwen2-0.5b", "qwen2-7b", "qwen2.5-0.5b", "qwen2.5-7b"), _QWEN),
     **dict.fromkeys(("qwen3-0.6b", "qwen3-8b"), _QWEN),
     "mixtral-8x7b": {"norm_eps": 1e-5, "rotary": Rotary(base=1_000_000.0), "router": Router(coefficient=0.02)},
-    "qwen3-30b-a3b": _QWEN | {"router": Router(coefficient=0.001)},
+    **dict.fromkeys(("qwen3-30b-a3b", "qwen3-235b-a22b"), _QWEN | {"router": Router(coefficient=0.001)}),
     "deepseek-v3": {
         "norm_eps": 1e-6,
         "rotary": Rotary(

@@ -2,6 +2,8 @@
 
 A row of `measured_runs.csv` holds what a prediction needs. What a source does not state is empty, and the fastest choice
 counts, as for the rows of papers in `lablib.calc.layouts.planner.calibration`; `Source.inferred` says what was filled in.
+Where the columns of a shape are empty, `model` is a preset of `lablib.calc.models`; `layers` alone changes its depth. The
+columns in `EXTRA` say what `Run` says of the same names; a file of your own may lack them.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lablib.calc.layouts.planner import MEASURED_RUNS, Framework, Run, counted_flops, narayanan
-from lablib.calc.models import ModelConfig
+from lablib.calc.models import ModelConfig, preset
 
 ROWS = Path(__file__).with_name("measured_runs.csv")
 COLUMNS = ROWS.read_text().partition("\n")[0].split(",")
+EXTRA = ("etp", "dispatch", "ep_hides", "precision", "graphs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Source:
     inferred: str = ""
     fitted: bool = True
 
+
+_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md to 4ab94dfad (Apache-2.0)"
 
 SOURCES = {
     source.name: source
@@ -78,6 +83,37 @@ SOURCES = {
             what="GPT of 175B with Megatron-LM on 256 to 12,288 A100",
             where="MegaScale (arXiv 2402.15627), table 2, its rows of Megatron-LM (secondary)",
             inferred="micro-batches of one sequence, gradients sent behind the last backward: Megatron-LM's default then",
+        ),
+        Source(
+            name="megatron-bridge",
+            what="Llama 3 and 3.1 of 8B, 70B and 405B with Megatron Bridge on 8 to 1,024 H100, B200 and GB200, FP8 and MXFP8",
+            where=f"{_BRIDGE}; one row a release, 25.09 to 26.06",
+            inferred="what a table does not print is from scripts/performance at the tags v0.1.0rc3 to v0.5.0: CUDA graphs "
+            "of 8B, which products hide collectives. GB200 as domains of 64 GPUs, 400 Gb/s a GPU out of them. FP8 has "
+            "one scale a tensor. Not modelled: on GB200 FSDP keeps activations of 40 layers of 70B and of 95 of 405B in "
+            "host memory, and 8B on H100 recomputes 5 of 32 layers from 25.11 on",
+        ),
+        Source(
+            name="megatron-bridge-moe",
+            what="DeepSeek-V3, Qwen3 of 30B and 235B and GPT-OSS 120B with Megatron Bridge on 8 to 1,024 H100, B200 and "
+            "GB200, FP8 and MXFP8, tokens balanced by force. Left out: token-dropping runs of 25.09, Nemotron 3 (Mamba), "
+            "DeepSeek-V4, GPT-OSS of 26.06.01 (a known regression, says its note), Qwen3-30B on H100 of 26.02.01, whose "
+            "printed layout is not the recipe's",
+            where=f"{_BRIDGE}; one row a release, 25.09 to 26.08",
+            inferred="dispatcher, overlap of the all-to-all and CUDA graphs, from scripts/performance at the tags v0.1.0rc3 "
+            "to v0.5.1 and src/megatron/bridge/perf_recipes at v0.6.0; DeepEP and HybridEP as once a node, all-to-all as "
+            "every copy. DeepSeek-V3 on 256 B200 in 26.04.01 is taken to have run v0.5.0's recipe, which has its layout. "
+            "Its prediction module counts as a 62nd layer, its second pass through the head (2 percent of the FLOPs) as "
+            "nothing; the row of 25.11 on GB200, which leaves the module out, keeps the place. Recomputing MLA's "
+            "up-projections, the MLPs of dense layers, norms or activations counts as none. From 26.06 on attention of Qwen3 and "
+            "GPT-OSS is in FP8 too",
+        ),
+        Source(
+            name="deepseek-v3",
+            what="DeepSeek-V3 by its authors on 2,048 H800, 180,000 GPU hours for a trillion tokens, FP8 in blocks of 128",
+            where="DeepSeek-V3 (arXiv 2412.19437), sections 1, 3.2 (layout), 3.3 (FP8) and 4.2 (batch, sequence)",
+            inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four; 15,360 "
+            "sequences a step throughout; the prediction module as a 62nd layer; pauses of the run are in the hours",
         ),
         Source(
             name="bloom",
@@ -141,9 +177,9 @@ def runs_of(path: Path | str) -> list[Run]:
     """Return the rows of a file with the columns of `measured_runs.csv`."""
     with Path(path).open(newline="") as file:
         reader = csv.DictReader(file)
-        if lacking := set(COLUMNS) - set(reader.fieldnames or ()):
+        if lacking := set(COLUMNS) - set(EXTRA) - set(reader.fieldnames or ()):
             raise ValueError(f"{path}: the columns {', '.join(sorted(lacking))} of measured_runs.csv are missing")
-        return [_run(row) for row in reader]
+        return [_run(dict.fromkeys(EXTRA, "") | row) for row in reader]
 
 
 def is_fitted(run: Run) -> bool:
@@ -171,12 +207,20 @@ def _run(row: dict[str, str]) -> Run:
         framework=Framework(attention=row["kernel"] or "flash-2", kernels=row["kernels"], **yes),
         recipe=row["recipe"],
         nic=float(row["nic_gb"]) * 1e9 if row["nic_gb"] else None,
+        etp=int(row["etp"]) if row["etp"] else None,
+        dispatch=row["dispatch"] or "all",
+        ep_hides=row["ep_hides"] == "1",
+        precision=row["precision"],
+        graphs=row["graphs"],
     )
     flops = counted_flops(run, run.recompute or "none")
     return replace(run, tflops=flops / float(row["seconds"]) / run.gpus / 1e12)
 
 
 def _model(row: dict[str, str]) -> ModelConfig:
+    if not row["hidden"]:
+        known = preset(row["model"])
+        return replace(known, num_layers=int(row["layers"])) if row["layers"] else known
     learned = row["positions"] == "learned"
     return ModelConfig(
         name=row["model"],

@@ -52,6 +52,12 @@ class Run:
         counts: What that rate counts: "hardware" (recomputation too) or "model".
         nic: Bytes per second of one device out of its node, or None for the usual network card.
         rails: Whether a group uses all its network cards in a node together; see `Cluster`.
+        etp: Ranks that split one expert; None: tp.
+        dispatch: How tokens reach their experts: "all" sends every copy of a token on its own, "node" once to each node, as
+            DeepEP and HybridEP do.
+        ep_hides: Whether the all-to-all of one micro-batch runs behind the computing of another.
+        precision: Of the products: "fp8" (one scale a tensor or a block of 128), "mxfp8", or "" for the recipe's.
+        graphs: What CUDA graphs replay: "step" the whole of it, "layer" layers or parts of them, or "" nothing.
     """
 
     name: str
@@ -79,6 +85,11 @@ class Run:
     nic: float | None = None
     rails: bool = True
     ep: int = 1
+    etp: int | None = None
+    dispatch: str = "all"
+    ep_hides: bool = False
+    precision: str = ""
+    graphs: str = ""
 
     @property
     def dp(self) -> int:
@@ -275,7 +286,7 @@ def run_choices(run: Run) -> list[tuple[Layout, StepWork, float]]:
     ):
         layout = Layout(
             tp=run.tp, cp=run.cp, ep=run.ep, dp=run.dp, pp=run.pp, zero=zero, micro_batch=micro, recompute=again,
-            virtual_stages=chunks, schedule="interleaved" if chunks > 1 else "1f1b",
+            virtual_stages=chunks, schedule="interleaved" if chunks > 1 else "1f1b", etp=run.etp,
         )  # fmt: skip
         try:
             check_layout(
