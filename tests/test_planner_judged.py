@@ -29,8 +29,8 @@ from lablib.calc.models import preset
 from lablib.calc.precision import recipe
 from lablib.view.layouts import predicted_over_measured, step_parts
 from tests.evidence.planner.fitting import START, Row, as_point, fit_rates, from_point, rows_of
-from tests.evidence.planner.runs import ROWS, SOURCES, is_fitted, measured_runs, runs_of
-from tests.evidence.planner.table import PLANNER_TABLE, read_planner_table, short_form
+from tests.evidence.planner.runs import ROWS, SOURCES, is_fitted, measured_runs, read_rows, runs_of
+from tests.evidence.planner.table import PLANNER_TABLE, judge_file, read_planner_table, short_form
 from tests.evidence.planner.verdicts import concordance, errors, first_choices, one_constant, seconds_of
 
 
@@ -80,6 +80,51 @@ def test_rows_of_your_own_are_read_in_the_columns_of_the_file(tmp_path: Path) ->
     other.write_text("\n".join(line.rpartition(",")[0] for line in lines[:2]))
     with pytest.raises(ValueError, match=r"other.csv: the columns seconds of measured_runs.csv are missing"):
         runs_of(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "ours"),
+    [
+        ("# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data "
+         "parallelism,pipeline parallelism,iteration time (ms)\r\n2,16,8,1024,16,24,1024,1,1,2,372.160408\r\n",
+         "vtrain-single", "gpt-24x1024 on 2"),
+        ("Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor "
+         "parallelism,data parallelism,pipeline parallelism,iteration time (ms)\r\n3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5",
+         "vtrain-multi", "gpt-30x3072 on 64"),
+        ("Model,SeqLen (T),# GPUs,GPU,MicroBatchSize,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,Sharding Strategy,"
+         "Activation Checkpointing\n30b,2048,512,h100_80gb,8,4096,1083366,amp_bf16,DEFAULT,FULL_SHARD,True\n"
+         "1b,2048,8,h100_80gb,8,4096,1083366,amp_fp8,DEFAULT,FULL_SHARD,True\n",
+         "llm-foundry", "mpt-30b on 512"),
+    ],
+)  # fmt: skip
+def test_public_files_are_read_as_they_are_published(tmp_path: Path, text: str, source: str, ours: str) -> None:
+    """With a byte order mark and Windows' line ends; the first rows of the public files are rows here."""
+    path = tmp_path / "published.csv"
+    path.write_text(text, encoding="utf-8-sig", newline="")
+    runs, fp8 = read_rows(path)
+    same = next(run for run in measured_runs() if (run.paper, run.name) == (source, ours))
+    assert [replace(run, tflops=0) for run in runs] == [replace(same, tflops=0)]
+    assert runs[0].tflops == pytest.approx(same.tflops, rel=1e-4)
+    assert fp8 == text.count("fp8")
+    assert (f"{path}: 1 rows in fp8 are left out" in judge_file(str(path))) == bool(fp8)
+
+
+def test_a_table_of_a_page_is_read_and_a_row_that_is_none_is_named(tmp_path: Path) -> None:
+    head = "|  Model | SeqLen (T) | # GPUs | GPU | MicroBatchSize | GlobalBatchSize | Throughput (T/s) | Precision | MP Mode | Sharding Strategy | Activation Checkpointing |"  # fmt: skip
+    row = "| 3b | 2048 | 8 | a100_40gb | 11 | 384 | 100000 | bf16 | PURE | FULL_SHARD | False |"
+    page = tmp_path / "README.md"
+    page.write_text(f"# MPT\n\n{head}\n| --- | --- |\n{row}\n\n{head}\n{row}\n")
+    one, other = runs_of(page)
+    assert one == other
+    assert (one.gpu, one.model.hidden, one.micro_batch, one.recipe) == ("a100-40gb", 2560, 12, "pure-bf16")
+    page.write_text(f"{head}\n{row.replace('3b', '2b')}\n")
+    with pytest.raises(ValueError, match=r"README.md: row 1 cannot be read: Model='2b' is none of 125m, "):
+        runs_of(page)
+    page.write_text("Model,GPU\n1b,h100_80gb\n")
+    with pytest.raises(
+        ValueError, match=r"README.md: the columns .*Throughput \(T/s\) of LLM Foundry's benchmarks are missing"
+    ):
+        runs_of(page)
 
 
 def test_constants_survive_the_way_to_a_point_and_back() -> None:

@@ -65,6 +65,15 @@ _PLAIN = {"norm": "layernorm", "gated_mlp": False}
 _BIASES = {"qkv_bias": True, "attn_out_bias": True, "mlp_bias": True}
 #: Command R: one LayerNorm without shift, read by attention and MLP alike.
 _COHERE = {"tied": True, "norm": "layernorm-no-bias", "norms_per_layer": 1, "parallel_block": True}
+#: Qwen3's mixtures of experts (2505.09388, table 2).
+_QWEN3_MOE = {"head_dim": 128, "qk_norm": True, "num_experts": 128, "experts_per_token": 8}
+
+
+def _gpt_oss(layers: int, experts: int) -> dict:
+    """GPT-OSS: biases, a sink a head, every other layer in a window of 128."""
+    more = {"num_experts": experts, "experts_per_token": 4, "expert_ffn": 2880, "router_bias": True}
+    sizes = (layers, 2880, 64, 8, 2880, 201088, 131072)
+    return _rotary("gpt-oss", *sizes, head_dim=64, attention_sinks=True, **_BIASES, **more, **_window(128, layers, 2))
 
 
 PRESETS: dict[str, dict] = {
@@ -129,73 +138,11 @@ PRESETS: dict[str, dict] = {
     "mixtral-8x22b": _rotary(
         "mixtral", 56, 6144, 48, 8, 16384, 32000, 65536, num_experts=8, experts_per_token=2, expert_ffn=16384
     ),
-    "qwen3-30b-a3b": _rotary(
-        "qwen3-moe",
-        48,
-        2048,
-        32,
-        4,
-        6144,
-        151936,
-        40960,
-        head_dim=128,
-        qk_norm=True,
-        num_experts=128,
-        experts_per_token=8,
-        expert_ffn=768,
-    ),
-    "qwen3-235b-a22b": _rotary(
-        "qwen3-moe",
-        94,
-        4096,
-        64,
-        4,
-        12288,
-        151936,
-        40960,
-        head_dim=128,
-        qk_norm=True,
-        num_experts=128,
-        experts_per_token=8,
-        expert_ffn=1536,
-    ),
+    "qwen3-30b-a3b": _rotary("qwen3-moe", 48, 2048, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE, expert_ffn=768),
+    "qwen3-235b-a22b": _rotary("qwen3-moe", 94, 4096, 64, 4, 12288, 151936, 40960, **_QWEN3_MOE, expert_ffn=1536),
     # GPT-OSS (2508.10925, table 1).
-    "gpt-oss-20b": _rotary(
-        "gpt-oss",
-        24,
-        2880,
-        64,
-        8,
-        2880,
-        201088,
-        131072,
-        head_dim=64,
-        **_BIASES,
-        attention_sinks=True,
-        num_experts=32,
-        experts_per_token=4,
-        expert_ffn=2880,
-        router_bias=True,
-        **_window(128, 24, 2),
-    ),
-    "gpt-oss-120b": _rotary(
-        "gpt-oss",
-        36,
-        2880,
-        64,
-        8,
-        2880,
-        201088,
-        131072,
-        head_dim=64,
-        **_BIASES,
-        attention_sinks=True,
-        num_experts=128,
-        experts_per_token=4,
-        expert_ffn=2880,
-        router_bias=True,
-        **_window(128, 36, 2),
-    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # DeepSeek-V2-Lite (2405.04434, appendix B).
     "deepseek-v2-lite": _rotary(
         "deepseek-v2",

@@ -3,13 +3,15 @@
 A row of `measured_runs.csv` holds what a prediction needs. What a source does not state is empty, and the fastest choice
 counts, as for the rows of papers in `lablib.calc.layouts.planner.calibration`; `Source.inferred` says what was filled in.
 Where the columns of a shape are empty, `model` is a preset of `lablib.calc.models`; `layers` alone changes its depth. The
-columns in `EXTRA` say what `Run` says of the same names; a file of your own may lack them.
+columns in `EXTRA` say what `Run` says of the same names; a file of your own may lack them. `read_rows` reads vTrain's and
+LLM Foundry's files as their repositories publish them, too.
 """
 
 from __future__ import annotations
 
 import csv
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from lablib.calc.layouts.planner import MEASURED_RUNS, Framework, Run, counted_flops, narayanan
@@ -18,6 +20,25 @@ from lablib.calc.models import ModelConfig, preset
 ROWS = Path(__file__).with_name("measured_runs.csv")
 COLUMNS = ROWS.read_text().partition("\n")[0].split(",")
 EXTRA = ("etp", "dispatch", "ep_hides", "precision", "graphs")
+#: What a row of vTrain's ground_truth_single.csv and ground_truth_multi.csv needs; the second has "Parameters (billion)".
+VTRAIN = {
+    "# GPUs": "gpus", "global batch": "global_batch", "micro batch": "micro_batch", "sequence length": "seq",
+    "# layers": "layers", "hidden size": "hidden", "attention heads": "heads",
+    "tensor parallelism": "tp", "pipeline parallelism": "pp",
+}  # fmt: skip
+#: And one of the tables in LLM Foundry's scripts/train/benchmarking/README.md, or of what its collect_results.py saves.
+FOUNDRY = ("Model", "SeqLen (T)", "# GPUs", "GPU", "MicroBatchSize", "GlobalBatchSize", "Throughput (T/s)", "Precision",
+           "MP Mode", "Sharding Strategy", "Activation Checkpointing")  # fmt: skip
+FORMATS = {
+    "measured_runs.csv": {*COLUMNS} - {*EXTRA},
+    "vTrain's ground truth": {*VTRAIN, "iteration time (ms)"},
+    "LLM Foundry's benchmarks": {*FOUNDRY},
+}
+#: Layers, width and heads of MPT by size: mosaicml/llm-foundry v0.4.0, scripts/train/yamls/pretrain/mpt-*.yaml.
+MPT = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +195,93 @@ def measured_runs(*, fitted: bool | None = None) -> list[Run]:
 
 
 def runs_of(path: Path | str) -> list[Run]:
-    """Return the rows of a file with the columns of `measured_runs.csv`."""
-    with Path(path).open(newline="") as file:
-        reader = csv.DictReader(file)
-        if lacking := set(COLUMNS) - set(EXTRA) - set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: the columns {', '.join(sorted(lacking))} of measured_runs.csv are missing")
-        return [_run(dict.fromkeys(EXTRA, "") | row) for row in reader]
+    """Return the rows of a file in one of `FORMATS`."""
+    return read_rows(path)[0]
+
+
+def read_rows(path: Path | str) -> tuple[list[Run], int]:
+    """Return the rows of a file in one of `FORMATS`, and how many of LLM Foundry's were left out because they are fp8.
+
+    Raises:
+        ValueError: If columns are missing or a row cannot be read; the file is named.
+    """
+    columns, rows = _table(Path(path))
+    name = max(FORMATS, key=lambda known: len(FORMATS[known] & columns))
+    if lacking := FORMATS[name] - columns:
+        raise ValueError(f"{path}: the columns {', '.join(sorted(lacking))} of {name} are missing")
+    runs, left_out = [], 0
+    for number, row in enumerate(rows, start=1):
+        try:
+            if name == "measured_runs.csv":
+                runs.append(_run(dict.fromkeys(EXTRA, "") | row))
+            elif name == "vTrain's ground truth":
+                runs.append(_run(_of_vtrain(row)))
+            elif "fp8" in row["Precision"]:
+                left_out += 1
+            else:
+                runs.append(_run(_of_foundry(row)))
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(f"{path}: row {number} cannot be read: {wrong}") from wrong
+    return runs, left_out
+
+
+def _table(path: Path) -> tuple[set[str], list[dict[str, str]]]:
+    """Return the columns and rows of a CSV file, or of a Markdown page's tables, which have the same columns."""
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    marked = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    if not marked:
+        reader = csv.DictReader(lines)
+        return set(reader.fieldnames or ()), list(reader)
+    head = marked[0]
+    rows = [dict(zip(head, cells, strict=False)) for cells in marked if cells[0] not in (head[0], "---")]
+    return set(head), rows
+
+
+@cache
+def _ours(source: str) -> dict[str, str]:
+    """Return the first row of a source here: what its own file does not say is the same for all of its rows."""
+    with ROWS.open(newline="") as file:
+        return next(row for row in csv.DictReader(file) if row["source"] == source)
+
+
+def _of_vtrain(row: dict[str, str]) -> dict[str, str]:
+    shape = {ours: row[theirs] for theirs, ours in VTRAIN.items()}
+    many = "Parameters (billion)" in row or int(row["# GPUs"]) > 8
+    return _ours("vtrain-multi" if many else "vtrain-single") | shape | {
+        "model": f"gpt-{shape['layers']}x{shape['hidden']}",
+        "kv_heads": shape["heads"],
+        "ffn": str(4 * int(shape["hidden"])),
+        "seconds": str(float(row["iteration time (ms)"]) / 1e3),
+    }  # fmt: skip
+
+
+def _of_foundry(row: dict[str, str]) -> dict[str, str]:
+    if row["Model"] not in MPT:
+        raise ValueError(f"Model={row['Model']!r} is none of {', '.join(MPT)}")
+    layers, hidden, heads = MPT[row["Model"]]
+    gpus, batch, seq = (int(row[name]) for name in ("# GPUs", "GlobalBatchSize", "SeqLen (T)"))
+    # Its engine ends a step with a smaller micro-batch where they do not divide it: the nearest size that does, counts.
+    of_one = batch // gpus
+    even = [size for size in range(1, of_one + 1) if of_one % size == 0]
+    gpu, memory = row["GPU"].split("_")
+    return _ours("llm-foundry") | {
+        "model": f"mpt-{row['Model']}",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn": 4 * hidden,
+        "gpu": gpu if gpu == "h100" else f"{gpu}-{memory}",
+        "nic_gb": "50" if gpu == "h100" else "25",
+        "gpus": gpus,
+        "zero": {"FULL_SHARD": "3", "SHARD_GRAD_OP": "2"}[row["Sharding Strategy"]],
+        "micro_batch": min(even, key=lambda size: abs(size - int(row["MicroBatchSize"]))),
+        "global_batch": batch,
+        "seq": seq,
+        "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
+        "recipe": "pure-bf16" if row["MP Mode"] == "PURE" else "fsdp2-mixed-fp32-reduce",
+        "seconds": batch * seq / float(row["Throughput (T/s)"]),
+    }
 
 
 def is_fitted(run: Run) -> bool:

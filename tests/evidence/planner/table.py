@@ -18,7 +18,7 @@ from typing import Any
 from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run
 from lablib.calc.params import count_params
 from tests.evidence.planner.fitting import MOST, as_point, fit_rates, judge, rows_of
-from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, runs_of
+from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, read_rows
 from tests.evidence.planner.verdicts import (
     card,
     concordance,
@@ -115,9 +115,13 @@ def read_planner_table() -> dict[str, Any]:
 
 def judge_file(path: str) -> str:
     """Return the errors of the shipped constants on a file's rows, beside one constant taken from these very rows."""
-    runs = runs_of(path)
-    ours = [(row.run, math.exp(row.log_ratio(FITTED))) for row in rows_of(runs)]
-    lines = []
+    found, fp8 = read_rows(path)
+    rows = [row for row in rows_of(found) if row.jobs]
+    runs = [row.run for row in rows]
+    ours = [(row.run, math.exp(row.log_ratio(FITTED))) for row in rows]
+    lines = [f"{path}: {fp8} rows in fp8 are left out"] if fp8 else []
+    if len(rows) < len(found):
+        lines.append(f"{path}: {len(found) - len(rows)} rows whose layout the planner does not know are left out")
     for name, ratios in (("planner", ours), ("one constant a GPU", one_constant(runs))):
         found = errors(ratio for _, ratio in ratios)
         lines.append(
