@@ -116,7 +116,7 @@ SOURCES = {
         Source(
             name="megatron-bridge",
             what="Llama 3 and 3.1 of 8B, 70B and 405B with Megatron Bridge on 8 to 1,024 H100, B200 and GB200, FP8 and MXFP8",
-            where=f"{_BRIDGE}; one row a release, 25.09 to 26.06",
+            where=f"{_BRIDGE}; a row a release, 25.09 to 26.06, each by the last version of its table",
             inferred="what a table does not print is from scripts/performance at the tags v0.1.0rc3 to v0.5.0: CUDA graphs "
             "of 8B, which products hide collectives. GB200 as domains of 64 GPUs, 400 Gb/s a GPU out of them. FP8 has "
             "one scale a tensor. Not modelled: on GB200 FSDP keeps activations of 40 layers of 70B and of 95 of 405B in "
@@ -130,7 +130,7 @@ SOURCES = {
             "GB200, FP8 and MXFP8, tokens balanced by force. Left out: token-dropping runs of 25.09, Nemotron 3 (Mamba), "
             "DeepSeek-V4, GPT-OSS of 26.06.01 (a known regression, says its note), Qwen3-30B on H100 of 26.02.01, whose "
             "printed layout is not the recipe's",
-            where=f"{_BRIDGE}; one row a release, 25.09 to 26.08",
+            where=f"{_BRIDGE}; a row a release, 25.09 to 26.08, each by the last version of its table",
             inferred="dispatcher, overlap of the all-to-all and CUDA graphs, from scripts/performance at the tags v0.1.0rc3 "
             "to v0.5.1 and src/megatron/bridge/perf_recipes at v0.6.0; DeepEP and HybridEP as once a node, all-to-all as "
             "every copy. DeepSeek-V3 on 256 B200 in 26.04.01 is taken to have run v0.5.0's recipe, which has its layout. "
@@ -144,7 +144,8 @@ SOURCES = {
             name="deepseek-v3",
             what="DeepSeek-V3 by its authors on 2,048 H800, 180,000 GPU hours for a trillion tokens, FP8 in blocks of 128",
             where="DeepSeek-V3 (arXiv 2412.19437), sections 1, 3.2 (layout), 3.3 (FP8) and 4.2 (batch, sequence)",
-            inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four; 15,360 "
+            inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four, and "
+            "come back in bf16; 15,360 "
             "sequences a step throughout; the prediction module as a 62nd layer; pauses of the run are in the hours",
         ),
         Source(
