@@ -146,7 +146,7 @@ SOURCES = {
             where="DeepSeek-V3 (arXiv 2412.19437), sections 1, 3.2 (layout), 3.3 (FP8) and 4.2 (batch, sequence)",
             inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four, and "
             "come back in bf16; 15,360 "
-            "sequences a step throughout; the prediction module as a 62nd layer; pauses of the run are in the hours",
+            "sequences a step throughout; the prediction module as a 62nd layer; pauses, if any, are in the hours",
         ),
         Source(
             name="moe-folding",
