@@ -90,7 +90,8 @@ def planner(
 ) -> None:
     """Fit the planner's constants anew, judge them and print what moved; with --rows, judge the shipped ones.
 
-    Rows are runs of your own in the columns of tests/evidence/planner/measured_runs.csv.
+    Rows are runs of your own in the columns of tests/evidence/planner/measured_runs.csv, or the files of vTrain and LLM
+    Foundry as their repositories publish them.
     """
     from tests.evidence.planner.table import fit_text, judge_file, planner_table, save_planner_table
 
