@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -267,9 +267,8 @@ def workload_of_run(run: Run) -> Workload:
         recipe(run.recipe),
         run.attention,
         run.sequence_parallel,
-        replace(run.framework, ep_hides=run.ep_hides, dispatch=run.dispatch, graphs=run.graphs),
-        cp_way="gathered" if run.paper == LLAMA3 else "ring",
-        precision=run.precision,
+        run.framework,
+        cp_way="gathered",
     )
 
 

@@ -177,12 +177,6 @@ class Cluster:
         inside = self._inside(together * stride).among(together) if together > 1 else self.intra
         return min(inside, (together if self.rails else 1) * self.inter)
 
-    def neighbours(self, size: int, stride: int = 1) -> int:
-        """Return how many ranks of a group sit in one node."""
-        if self._in_a_node(size, stride):
-            return size
-        return max(1, gcd(size * stride, self.gpus_per_node) // stride)
-
     def exchange(self, size: int, stride: int = 1) -> float:
         """Return the bytes per second at which a rank of an all-to-all sends, to ranks of its node and out of it at once."""
         if size == 1 or self._in_a_node(size, stride):

@@ -46,9 +46,6 @@ class Framework:
     dp_hides: bool = True
     tp_hides: bool = False
     pp_hides: bool = False
-    ep_hides: bool = False
-    dispatch: str = "all"
-    graphs: str = ""
 
 
 #: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, torchtitan compiles its

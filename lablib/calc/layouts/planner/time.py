@@ -27,16 +27,11 @@ from lablib.calc.flops import attended_pairs
 from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.planner.layout import Cluster, Layout
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
-from lablib.calc.parallel.experts import routed_bytes
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import stage_layers
 
-import os
-GROUPED = not os.environ.get('ONE')
-MERGE=10
-MB=float(os.environ.get('MB','1'))
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
 
@@ -55,7 +50,6 @@ class Work(NamedTuple):
     """
 
     matmul: float = 0.0
-    fp8: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     tp: float = 0.0
@@ -64,9 +58,6 @@ class Work(NamedTuple):
     products: float = 0.0
     hops: float = 0.0
     layers: float = 0.0
-    routed: float = 0.0
-    grouped: float = 0.0
-    cast: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(mine + its for mine, its in zip(self, other, strict=True)))
@@ -107,8 +98,6 @@ class MicroBatch:
     stops_early: bool = False
     imbalance: float = 1.0
     cp_way: str = "ring"
-    precision: str = ""
-    dispatch: str = "all"
 
     @property
     def tokens(self) -> float:
@@ -139,17 +128,9 @@ def layer_work(
         kernel = Work(attention=scores * needed / peak)
     else:
         kernel = Work(matmul=scores / rate, memory=square * tokens * seq * model.num_heads / tp / hbm, products=2)
-    if experts:
-        kernel = kernel._replace(grouped=2 * (model.num_experts / layout.ep))
     weights = _local_weights(model, experts, layout)
     operands = _operand_bytes(model, batch, experts)
-    count = _products(model, experts, layout.ep)
-    if batch.precision:
-        cast = (3 if batch.precision == "fp8" else 4) * _input_width(model, batch, experts) * tokens / hbm
-        fp8 = dense / (cluster.gpu.peak("fp8") * cluster.achievable)
-        matrices = Work(fp8=fp8, memory=operands * tokens / hbm, products=count, cast=cast)
-    else:
-        matrices = Work(matmul=dense / rate, memory=operands * tokens / hbm, products=count)
+    matrices = Work(matmul=dense / rate, memory=operands * tokens / hbm, products=_products(model, experts))
     between = Work(memory=flat * tokens / hbm)
     # Two all-reduces, as gathers and scatters; behind a router only shared experts take part in the second.
     halves = 4 if not experts or model.num_shared_experts else 2
@@ -159,7 +140,6 @@ def layer_work(
     )
     if experts:
         sent = sent + _expert_messages(model, cluster, batch, layout)
-        sent = sent._replace(routed=1.0)
     context, context_back = _context_messages(model, cluster, batch)
     forward = matrices + between + kernel + sent + context + Work(memory=value * weights / hbm, layers=1)
     backward = (
@@ -201,16 +181,9 @@ def head_work(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> Passes
     )
 
 
-def _input_width(model, batch, experts):
-    width = _mlp_width(model, experts)
-    return 2 * model.hidden + (model.attn_width + width) / batch.tp
-
-
-def _products(model: ModelConfig, experts: bool, ep: int = 1) -> int:
+def _products(model: ModelConfig, experts: bool) -> int:
     """Matrix products of a layer's forward pass: q, k and v are one, gate and up too, all experts together (grouped)."""
-    mlp = 2
-    if experts:
-        mlp = 1 + 2 * bool(model.num_shared_experts) + 2
+    mlp = 2 + (1 + 2 * bool(model.num_shared_experts) if experts else 0)
     return 2 + (3 if model.is_mla else 0) + mlp
 
 
@@ -288,10 +261,7 @@ def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -
     if batch.cp_way == "gathered":
         return Work(cp=keys, hops=log2(cp)), Work(cp=keys, hops=log2(cp))
     if batch.cp_way == "ring":
-        hbm = cluster.gpu.memory_bandwidth
-        merges = (cp - 1) * batch.tokens * MERGE * model.attn_width / batch.tp / hbm
-        # backward adds to the gradients of queries, keys and values in fp32
-        return Work(cp=keys, hops=cp - 1, memory=merges), Work(cp=2 * keys, hops=2 * (cp - 1), memory=merges*MB)
+        return Work(cp=keys, hops=cp - 1), Work(cp=2 * keys, hops=2 * (cp - 1))
     width = model.q_width + model.attn_width + 2 * model.kv_width
     sent = tokens * width / batch.tp / cp * (cp - 1) / cp
     exchanged = Work(cp=sent / cluster.exchange(cp, batch.tp), hops=4 * log2(cp))
@@ -301,22 +271,9 @@ def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -
 def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, layout: Layout) -> Work:
     """Copies of tokens to the busiest rank and back over ep; over etp, a gather of what came and a scatter of results."""
     ep, etp = layout.ep, layout.expert_split
-    tokens = batch.imbalance * batch.tokens / batch.tp
-    copies = tokens * model.experts_per_token * model.hidden * batch.value
-    if batch.dispatch == "node" and ep > 1:
-        near = cluster.neighbours(ep, etp)
-        groups = model.router.groups if model.router is not None and model.router.groups > 1 else 0
-        nodes = ep // near
-        limit = min(nodes, model.router.group_topk) if groups else nodes
-        sent = routed_bytes(
-            1, model.hidden, num_experts=model.num_experts, experts_per_token=model.experts_per_token, ep=ep,
-            ranks_per_node=near, way="node", node_limit=limit, value=batch.value,
-        )  # fmt: skip
-        seconds = tokens / 2 * max(sent.inside / cluster.bandwidth(near, etp), sent.across / cluster.inter if nodes > 1 else 0)
-    else:
-        seconds = 2 * copies * (ep - 1) / ep / cluster.exchange(ep, etp)
+    copies = batch.imbalance * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value
     return Work(
-        ep=seconds,
+        ep=2 * copies * (ep - 1) / ep / cluster.exchange(ep, etp),
         tp=2 * copies * (etp - 1) / cluster.bandwidth(etp),
         hops=2 * log2(ep) + 2 * log2(etp),
     )
@@ -360,7 +317,6 @@ class StepWork:
     tp_hides: bool = False
     pp_hides: bool = False
     cp_hides: bool = False
-    ep_hides: bool = False
 
 
 def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: bool = False) -> dict[str, float]:
@@ -475,7 +431,6 @@ class Workload:
     framework: Framework = FRAMEWORKS["paper"]
     imbalance: float = 1.0
     cp_way: str = "ring"
-    precision: str = ""
     cache: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -509,8 +464,6 @@ class Workload:
             stops_early=self.framework.stops_early,
             imbalance=self.uneven(layout),
             cp_way=self.cp_way,
-            precision=self.precision,
-            dispatch=self.framework.dispatch,
         )
         first, last = (
             layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
@@ -591,7 +544,6 @@ class Workload:
             tp_hides=self.framework.tp_hides,
             pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
             cp_hides=self.cp_way == "ring",
-            ep_hides=self.framework.ep_hides,
         )
 
     @cached_by("pp", "virtual_stages")
