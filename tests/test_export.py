@@ -218,7 +218,10 @@ def test_accelerate_runs_what_was_planned(case: Case) -> None:
     if layout.zero:
         assert found["fsdp_config"]["fsdp_reshard_after_forward"] is (layout.zero == 3)
         assert found["fsdp_config"]["fsdp_activation_checkpointing"] is (layout.recompute == "full")
-    assert found["total_size"] == (layout.gpus if layout.tp * layout.cp > 1 else None)
+    assert found["total_size"] == (layout.gpus if layout.tp * layout.cp > 1 or layout.shard else None)
+    if layout.shard:
+        sizes = found["parallelism_config"]
+        assert sizes["parallelism_config_dp_shard_size"] == layout.shard // layout.cp
     head = "\n".join(PROVEN[case.name]["text"])
     sharded = layout.zero and job.accumulation > 1
     steps = (
@@ -368,6 +371,9 @@ MOE = "qwen3-30b-a3b"
         ("deepspeed", "llama-3-8b", {"dp": 4, "cp": 2}, {}, "cp=2: .*Ulysses"),
         ("deepspeed", "llama-3-8b", {"dp": 4, "tp": 2, "zero": 3}, {}, "tp=2 with zero=3"),
         ("deepspeed", "llama-3-8b", {"dp": 4, "tp": 2}, {}, "sequence_parallel=True with tp=2"),
+        ("accelerate", "llama-3-8b", {"dp": 4, "cp": 2, "zero": 3, "shard": 2}, {}, "shard=2 with cp=2"),
+        ("deepspeed", "llama-3-8b", {"dp": 4, "zero": 3, "shard": 2}, {}, "shard=2: .* use torchtitan or accelerate"),
+        ("megatron", "llama-3-8b", {"dp": 4, "zero": 1, "shard": 2}, {}, "shard=2: .* use torchtitan or accelerate"),
         ("deepspeed", "llama-3-8b", {"dp": 8, "recompute": "selective"}, {}, "whole blocks"),
         ("deepspeed", MOE, {"dp": 4, "tp": 2, "ep": 2}, {"sequence_parallel": False}, "ep=2 with tp=2"),
     ],
@@ -375,6 +381,14 @@ MOE = "qwen3-30b-a3b"
 def test_what_a_framework_lacks_is_said(framework: str, model: str, layout: dict, more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         export_layout(export_job(model, Layout(**layout), **{"seq": 8192, "global_batch": 64} | more), framework)
+
+
+def test_replicas_of_shards_are_torchtitans_two_degrees() -> None:
+    """Its ranks of cp are among those that share a copy, beside `data_parallel_shard_degree`."""
+    job = export_job("llama-3-8b", Layout(dp=8, cp=2, zero=3, shard=8), seq=8192, global_batch=64)
+    text = export_layout(job, "torchtitan")
+    assert "data_parallel_replicate_degree=2," in text
+    assert "data_parallel_shard_degree=4," in text
 
 
 def test_the_help_names_every_framework():

@@ -160,6 +160,24 @@ def formula(config: ModelConfig, s: int, b: int, t: int, variant: str) -> float:
     }[variant]
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("recipe", ["fsdp2-mixed", "fsdp2-mixed-fp32-reduce"])
+def test_replicas_of_a_sharded_model_hold_what_they_sum(recipe: str, accumulate: int) -> None:
+    """Ranks of a mesh of 4 x 2 are like 2 of FSDP2's, but for what each unit's all-reduce was given, until backward ends."""
+    plain = Case(sharding="fsdp2", dp=2, recipe=recipe, accumulate=accumulate, step="fused")
+    seen, said = [], []
+    for case in (plain, replace(plain, dp=8, shard=2)):
+        timeline = memory_timeline(**case.settings(), step=case.step, torch=torch.__version__)
+        measured = measure_case(case).totals
+        told = {one.name: one.total for one in timeline.instants if one.name in measured}  # not the gradients' own
+        seen.append([measured[name] for name in told])
+        said.append(told.values())
+    more = [after - before for before, after in zip(*said, strict=True)]
+    assert more == [after - before for before, after in zip(*seen, strict=True)]
+    # What they sum is the gradient itself, unless it is cast or added to an earlier one.
+    assert any(more) is ((recipe == "fsdp2-mixed" and not AS_STORED) or accumulate > 1)
+
+
 @pytest.mark.parametrize("variant", ["none", "tp", "tp+sp", "tp+sp+selective", "full"])
 def test_the_paper_s_kernels_keep_what_the_paper_says(variant: str, group) -> None:
     draw = random.Random(variant)

@@ -2,8 +2,11 @@
 
 import random
 
+import pytest
+
 from lablib.calc.layouts.fit import setup
-from lablib.calc.layouts.planner import FIELDS, Plan, layout_peak, plan
+from lablib.calc.layouts.fit.settings import step_seconds
+from lablib.calc.layouts.planner import FIELDS, Plan, layout_peak, plan, step_time
 from lablib.calc.memory import run_config, verdict
 from lablib.calc.memory.timeline import memory_peak
 
@@ -35,6 +38,10 @@ def draw(dice: random.Random) -> dict:
         "virtual_stages": chunks,
         "schedule": "interleaved" if chunks > 1 else "1f1b",
         "num_microbatches": dice.choice((4, 6, 8)),
+        "shard": dice.choice((2, 4, 8)) if dice.random() < 0.2 else None,
+        "optimizer": dice.choice(("adamw", "adamw", "adamw-8bit", "sgd")),
+        "offload": "none" if dice.random() < 0.8 else dice.choice(("optimizer", "gradients", "parameters")),
+        "tuning": "full" if dice.random() < 0.8 else dice.choice(("lora", "qlora")),
     }
 
 
@@ -56,7 +63,8 @@ def planned(job: dict) -> Plan:
     return plan(
         job["model"], gpus=gpus_of(job), gpu=GPU, gpus_per_node=gpus_of(job), seq=job["seq"],
         global_batch=job["dp"] * job["micro_batch"] * job["num_microbatches"], cp_way=job["cp_way"],
-        imbalance=job["imbalance"], sequence_parallel=job["sequence_parallel"], **{name: job[name] for name in FIELDS},
+        imbalance=job["imbalance"], sequence_parallel=job["sequence_parallel"], optimizer=job["optimizer"],
+        offload=job["offload"], tuning=job["tuning"], **{name: job[name] for name in FIELDS},
     )  # fmt: skip
 
 
@@ -82,6 +90,9 @@ def test_everybody_says_the_same_of_two_thousand_jobs():
             runs += 1
             (layout,) = [*(one.layout for one in found.candidates), *(one.layout for one in found.dropped)]
             peak = layout_peak(found.load, layout, found.counting)
+            assert step_seconds(fit) == pytest.approx(
+                sum(step_time(found.load.step_work(layout), found.load.rates()).values())
+            )
             assert peak.total == memory_peak(run).instant.total == fit.memory, job
             assert bool(found.candidates) == fit.within_budget == (verdict(peak.total, GPU).word == "fits"), job
     assert other == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from lablib.calc.communication import hybrid_shard_bytes
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts import COUNTED, counting_for, export_job, export_layout
 from lablib.calc.layouts.export import EXPORTERS
@@ -22,6 +24,7 @@ from lablib.calc.layouts.planner import (
     check_layout,
     cluster,
     counted_run,
+    layout_memory,
     layout_peak,
     not_modelled,
     plan,
@@ -208,6 +211,66 @@ def test_the_peak_alone_is_that_of_the_timeline() -> None:
         every = [memory_timeline(run, step=step, stage=stage).peak_bytes for stage in range(pp)]
         assert memory_peak(run, step=step).instant.total == max(every), settings
         asked += 1
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+def test_replicas_of_shards_hold_what_so_many_ranks_alone_would(model: str, zero: int) -> None:
+    """HSDP over 8 of 64 ranks: the memory of 8 ranks, their gathers inside a node, and an all-reduce of shards outside."""
+    ep = 4 if model == "mixtral-8x7b" else 1
+    loads = [Workload(preset(model), cluster("h100", gpus), 4096, 2 * gpus) for gpus in (64, 8)]
+    hybrid, alone = (Layout(dp=64, ep=ep, zero=zero, shard=8), Layout(dp=8, ep=ep, zero=zero))
+    assert layout_peak(loads[0], hybrid).terms == layout_peak(loads[1], alone).terms
+    assert layout_memory(loads[0], hybrid) == layout_memory(loads[1], alone)
+    work, inside = loads[0].step_work(hybrid), loads[1].step_work(alone)
+    assert (work.gather, work.optimizer) == (inside.gather, inside.optimizer)
+    shared, expert = loads[0].stage_params(hybrid, 0)
+    sent = hybrid_shard_bytes(2 * shared, 64, shard=8) + 2 * (2 * expert / 2) * 7 / 8  # two ranks share an expert
+    assert work.scatter - inside.scatter == pytest.approx(sent / loads[0].cluster.inter)
+    with pytest.raises(ValueError, match="shard=8 needs sharded states"):
+        check_layout(Layout(dp=64, ep=ep, shard=8), loads[0].model, gpus=64, seq=4096, global_batch=128)
+
+
+def test_hybrid_sharding_is_searched_inside_a_node() -> None:
+    job = {"gpus": 64, "seq": 4096, "global_batch": 128, "pp": 1, "micro_batch": 1, "recompute": "full"}
+    found = {c.layout for c in plan("llama-3-8b", **job).candidates}
+    assert {(one.zero, one.tp, one.cp, one.shard) for one in found if one.shard} == {
+        (3, tp, cp, 8 // tp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if 8 % (tp * cp) == 0
+    }
+    assert "zero=3 shard=8 mb=1" in str(Layout(dp=64, zero=3, shard=8))
+    fixed = ["plan", "llama-3-70b", "--gpus", "512", "--seq", "4096", "--global-batch", "1024", "--shard", "64"]
+    assert " shard=64" in CliRunner().invoke(app, [*fixed, "--tp", "1", "--pp", "1", "--cp", "1"]).output
+    slow = plan("llama-3-8b", nic="100 MB/s", zero=3, tp=1, cp=1, **job)
+    assert slow.best.layout.shard == 8, "where the network is slow, gathers stay inside"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer", "sgd"), ("offload", "parameters"), ("tuning", "lora"), ("tuning", "qlora")]
+)
+def test_what_is_trained_is_an_option(name: str, value: str) -> None:
+    """What the sums drop, the peak would have dropped too; no exporter writes it."""
+    found = plan("llama-2-7b", gpus=4, gpu="rtx-4090", seq=2048, global_batch=64, **{name: value})
+    for partition in found.candidates.partitions[::29]:
+        assert partition.least <= layout_peak(found.load, partition.layout).total
+    job = ["plan", "llama-2-7b", "--gpus", "4", "--gpu", "rtx-4090", "--seq", "2048", "--global-batch", "64"]
+    job += [f"--{name}", value]
+    assert f"{name} {value}; all of these fit" in CliRunner().invoke(app, job).output
+    refused = CliRunner().invoke(app, [*job, "--export", "deepspeed"]).output
+    assert "trains all weights with AdamW on the GPU" in refused
+
+
+def test_where_nothing_fits_fit_is_pointed_to() -> None:
+    job = {"gpus": 4, "seq": 2048, "global_batch": 64}
+    with pytest.raises(ValueError, match=r"use more or larger GPUs, or --optimizer adamw-8bit, ") as error:
+        _ = plan("llama-2-7b", gpu="rtx-4090", **job).best
+    command = re.search(r"`rung (fit llama-2-7b .*)`", str(error.value)).group(1).split()
+    assert "optimizer=adamw-8bit" in CliRunner().invoke(app, command).output
+    with pytest.raises(ValueError, match=r"use more or larger GPUs$"):
+        _ = plan("llama-3.1-405b", gpu="t4", **job).best
+    with pytest.raises(ValueError, match="GB200 has no link to the CPU in the table"):
+        plan("llama-2-7b", gpu="gb200", offload="optimizer", **job)
+    with pytest.raises(ValueError, match="sharding='fsdp2' is not known with tuning='full', offload='optimizer'"):
+        plan("llama-2-7b", offload="optimizer", counting=Counting(sharding="fsdp2"), **job | {"gpus": 8})
 
 
 def small(model: ModelConfig, layers: int) -> ModelConfig:

@@ -43,9 +43,15 @@ def plan(
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
     reserve: Reserve = "2.5 GiB",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = "adamw",
+    offload: Annotated[
+        str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters, as in `rung memory`.")
+    ] = "none",
+    tuning: Annotated[str, typer.Option(help="full, lora or qlora, as in `rung memory`.")] = "full",
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
+    shard: Annotated[int | None, typer.Option(help="Fix ranks that share one copy of what ZeRO shards (HSDP).")] = None,
     etp: Annotated[
         int | None, typer.Option(help="Fix ranks that split one expert, ep folded over tp, cp and dp.")
     ] = None,
@@ -69,6 +75,7 @@ def plan(
     """Rank the layouts that fit by predicted step time, and say why the winner wins."""
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
+    layout["shard"] = shard
 
     from lablib.calc.layouts import counting_for
     from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
@@ -106,10 +113,13 @@ def plan(
         reserve=parse_bytes(reserve),
         imbalance=imbalance,
         cp_way=cp_way,
+        optimizer=optimizer,
+        offload=offload,
+        tuning=tuning,
         **{name: value for name, value in layout.items() if value is not None},
     )
     if not result.candidates:
-        raise ValueError(nothing_fits(result))
+        raise ValueError(nothing_fits(result, model))
     if export:
         best = result.best
         typer.echo(
@@ -145,6 +155,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "seq": result.load.seq,
         "global_batch": result.load.global_batch,
         "recipe": result.load.recipe.name,
+        "training": result.load.training.as_dict(),
         "implementation": result.counting.implementation,
         "framework": result.counting.framework or None,
         "not_counted": list(result.counting.not_counted),
@@ -198,6 +209,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
 
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
+    how = f", {load.training}" if load.training.as_dict() else ""
     lines = [
         *textwrap.wrap(
             f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
@@ -208,7 +220,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
             f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
-            f"{load.recipe.name}; all of these fit",
+            f"{load.recipe.name}{how}; all of these fit",
             80,
         ),
         *(
@@ -232,6 +244,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
             + folded
+            + (f" shard={layout.shard}" if layout.shard else "")
         )
     half = f"MFU and TFLOP/s: {ALL_PAIRS} count; with those that a causal mask leaves, the first has"
     lines += ["", *textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]

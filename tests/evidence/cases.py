@@ -31,7 +31,7 @@ FACTORS: dict[str, tuple] = {
 }
 
 #: Factors whose value needs a word before it.
-WORDS = {"dp": "dp", "tensor": "tp", "pp": "pp", "accumulate": "accumulate", "cp": "cp"}
+WORDS = {"dp": "dp", "shard": "shard", "tensor": "tp", "pp": "pp", "accumulate": "accumulate", "cp": "cp"}
 
 _TINY = {"num_layers": 4, "hidden": 48, "num_heads": 8, "ffn": 100, "vocab": 211, "max_positions": 1024}
 _GPT = {"norm": "layernorm", "gated_mlp": False, "learned_positions": True, "tied": True}
@@ -105,6 +105,7 @@ class Case:
         pp: Pipeline stages, 1F1B; the first stage is judged, with pp micro-batches in flight.
         tuning: "full" or "lora" (rank 16, all matrices of a block).
         cp: Ranks that share each sequence; the first one is judged.
+        shard: Of dp, those that share one copy of what FSDP2 shards; None: all.
     """
 
     implementation: str = "toy"
@@ -125,6 +126,7 @@ class Case:
     tuning: str = "full"
     cp: int = 1
     cp_way: str = "ring"
+    shard: int | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -191,6 +193,7 @@ class Case:
             "micro_batch": self.micro_batch,
             "seq": self.seq,
             "dp": self.dp,
+            "shard": self.shard,
             "zero": zero,
             "sharding": "fsdp2" if self.shards else "per-tensor" if self.sharding == "zero1" else "flat",
             "tp": self.tp,

@@ -11,7 +11,7 @@ from typing import Any
 from lablib.calc.errors import LARGEST, check_flag, check_whole, either, one_of
 from lablib.calc.memory.implementation import ATTENTION, Implementation, current_names, find_implementation
 from lablib.calc.models import ModelConfig, from_hf, layer_tensors, preset
-from lablib.calc.parallel import WAYS, check_degrees, check_schedule
+from lablib.calc.parallel import WAYS, check_degrees, check_schedule, check_shard
 from lablib.calc.precision import Optimizer, Recipe, find_optimizer, recipe
 from lablib.calc.schedules import SCHEDULES, layers_of_stage
 from lablib.calc.torch_versions import PINNED, release
@@ -69,6 +69,11 @@ class RunConfig:
     dp: int = _setting(1, "Data-parallel replicas.", least=1)
     zero: int = _setting(
         0, "ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too, over dp times cp ranks.", least=0
+    )
+    shard: int | None = _setting(
+        None,
+        "Ranks that share one copy of what ZeRO shards, each copy a replica of the others (HSDP); default: dp times cp.",
+        least=2,
     )
     tp: int = _setting(
         1,
@@ -162,6 +167,7 @@ class RunConfig:
             model, tp=self.tp, cp=self.cp, dp=self.dp, ep=self.ep, etp=self.etp, seq=self.seq,
             sequence_parallel=self.sequence_parallel, cp_way=self.cp_way, imbalance=self.imbalance,
         )  # fmt: skip
+        check_shard(self.shard, zero=self.zero, tp=self.tp, cp=self.cp, dp=self.dp, ep=self.ep, etp=self.etp)
         self._check_experts()
         self.implementation.check_split(
             model, attention=self.attention, seq=self.seq, tp=self.tp, cp=self.cp, cp_way=self.cp_way
@@ -188,14 +194,15 @@ class RunConfig:
         return int(self.sharding == "flat") if self.prefetch is None else self.prefetch
 
     def replicas(self, expert: bool) -> int:
-        """Return over how many ranks ZeRO can shard a parameter, dp times cp; a routed expert over what ep and etp leave.
+        """Return over how many ranks ZeRO can shard a parameter: dp times cp, or `shard` of them.
+
+        A routed expert is sharded over what ep and etp leave of these and of tp.
 
         Args:
             expert: Whether it belongs to a routed expert.
         """
-        if expert:
-            return self.tp * self.cp * self.dp // (self.ep * (self.etp or self.tp))
-        return self.dp * self.cp
+        ranks = self.shard or self.dp * self.cp
+        return self.tp * ranks // (self.ep * (self.etp or self.tp)) if expert else ranks
 
     def _check_ranges(self) -> None:
         for name, setting in SETTINGS.items():
@@ -314,6 +321,8 @@ class RunConfig:
                 f"sharding={self.sharding!r} is not known with tuning={self.tuning!r}, offload={self.offload!r} and "
                 f"ep={self.ep}; use tuning='full' or 'lora', offload='none' and ep=1"
             )
+        if self.sharding == "per-tensor" and self.shard:
+            raise ValueError(f"sharding='per-tensor' is not known with shard={self.shard}; leave it out")
         if self.sharding == "per-tensor" and self.optimizer.quantized:
             raise ValueError(
                 f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"

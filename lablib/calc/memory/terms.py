@@ -146,7 +146,10 @@ TERMS: dict[str, Term] = {
         "gradients",
         FSDP,
         ("unsharded_gradients", "whole gradients of the unit in use"),
-        ("reduced_shards", "the unit's shard in the dtype of the reduction, and in that of the weights"),
+        (
+            "reduced_shards",
+            "the unit's shard in the dtypes of reduction and weights; with replicas, of units before it too",
+        ),
         ("root_gradients", "whole gradients of the root, which wait for the end of backward"),
         proof="fsdp2",
     ),

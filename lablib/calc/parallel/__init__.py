@@ -56,6 +56,7 @@ from lablib.calc.parallel.degrees import (
     check_imbalance,
     check_schedule,
     check_sequence,
+    check_shard,
     sequence_step,
 )
 from lablib.calc.parallel.experts import (
@@ -138,6 +139,7 @@ __all__ = [
     "check_reshard",
     "check_schedule",
     "check_sequence",
+    "check_shard",
     "context_buffers",
     "context_degrees",
     "ddp_step_time",

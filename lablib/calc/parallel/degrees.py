@@ -7,6 +7,7 @@
 | cp by Ulysses | the key heads that tp leaves, since each is sent to one rank alone |
 | tp with sequence parallelism | the tokens of a cp rank |
 | ep | the experts; and with the ranks that split one expert, etp, all ranks of a stage: `ep etp | tp cp dp` |
+| shard (hybrid sharding) | all ranks that hold the same weights, dp cp; whole groups of cp, and of ep etp, lie in it |
 | pp | what `calc.schedules` runs; interleaved, the micro-batches too |
 
 Without etp an expert is split over tp, so `ep | cp dp`: ranks of ep are taken from cp and dp together, which is how
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from lablib.calc.errors import must_divide
+from lablib.calc.errors import check_whole, must_divide
 from lablib.calc.models import ModelConfig
 
 
@@ -91,6 +92,25 @@ def check_experts(model: ModelConfig, *, tp: int, cp: int, dp: int, ep: int, etp
         return
     must_divide("etp", etp, "expert_ffn", model.expert_ffn)
     must_divide("ep x etp", ep * etp, "tp x cp x dp", tp * cp * dp)
+
+
+def check_shard(shard: int | None, *, zero: int, tp: int, cp: int, dp: int, ep: int, etp: int | None) -> None:
+    """Raise a ValueError unless so many ranks can share one copy of the sharded states; None means all of dp times cp.
+
+    They are neighbours: ranks of cp and of ep are among them, as in a mesh of torchtitan's and Accelerate's, where
+    replicas are outside (torchtitan/distributed/parallel_dims.py: dp_replicate, then dp_shard with cp, and ep out of both).
+    """
+    if shard is None:
+        return
+    check_whole("shard", shard, 2)
+    if not zero:
+        raise ValueError(f"shard={shard} needs sharded states; use zero=1, 2 or 3")
+    ranks = "cp x dp" if cp > 1 else "dp"
+    must_divide("shard", shard, ranks, cp * dp)
+    if shard == cp * dp:
+        raise ValueError(f"shard={shard} are all ranks of {ranks}, and nothing is replicated; leave it out")
+    must_divide("cp", cp, "shard", shard)
+    must_divide("ep" if etp is None else "ep x etp", ep * (etp or tp), "shard" if tp == 1 else "tp x shard", tp * shard)
 
 
 def check_imbalance(model: ModelConfig, imbalance: float, ep: int) -> None:

@@ -55,5 +55,6 @@ CASES = (
     Case("deepspeed", "gpt2-xl", Layout(dp=4), {"seq": 1024, "recipe": "mixed-fp16"}),
     Case("accelerate", "llama-3-8b", Layout(dp=16), {"recipe": "autocast-bf16"}),
     Case("accelerate", "llama-3-8b", Layout(dp=16, zero=3, recompute="full")),
+    Case("accelerate", "llama-3-8b", Layout(dp=16, zero=3, shard=8)),
     Case("accelerate", "llama-3-8b", Layout(dp=4, tp=2, cp=2, zero=2, micro_batch=2), WHOLE),
 )

@@ -317,7 +317,8 @@ def prepared(case: Case, fake: AbstractContextManager) -> Iterator[tuple[Subject
         if case.shards:
             precision = POLICIES.get(case.recipe, "fp32")
             keep = case.sharding == "fsdp2-keep"
-            shard(model, mesh=mesh["dp"], precision=precision, reshard_after_forward=not keep)
+            dims = ("replicas", "dp") if case.shard else "dp"
+            shard(model, mesh=mesh[dims], precision=precision, reshard_after_forward=not keep)
         yield subject, group
 
 
@@ -333,7 +334,9 @@ def _ranks(case: Case) -> Iterator[DeviceMesh | None]:
     # Of ranks that hold different numbers of bytes, the fullest is asked.
     rank = fullest_rank(build_model(case).model, case.dp) if case.sharding == "zero1" else 0
     with pretended(rank, replicas * case.tp):
-        yield init_device_mesh("cpu", (replicas, case.tp), mesh_dim_names=("dp", "tp"))
+        shards = case.shard or replicas
+        sizes = (replicas // shards, shards, case.tp)
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "dp", "tp"))
 
 
 def _hooks_can_tell(case: Case) -> bool:

@@ -179,6 +179,7 @@ class Place:
 def plan_run(run: Run) -> Plan:
     """Return the planner's layouts for a published row, given what its paper prints besides the layout."""
     fixed = {"recompute": run.recompute, "micro_batch": run.micro_batch, "zero": run.zero}
+    hybrid = {"shard": None}  # none of these papers replicates what it shards
     if run.paper != LLAMA3:
         fixed["cp"] = 1
     same = ("gpus", "gpu", "seq", "global_batch", "attention", "sequence_parallel", "gpus_per_node", "nic", "rails")
@@ -188,6 +189,7 @@ def plan_run(run: Run) -> Plan:
         framework=run.framework,
         counting=counting_of_run(run),
         **{name: getattr(run, name) for name in same},
+        **hybrid,
         **{name: value for name, value in fixed.items() if value is not None},
     )
 

@@ -72,10 +72,10 @@ def accelerate_config(job: ExportJob) -> dict[str, object]:
             "fsdp_offload_params": False,
             "fsdp_activation_checkpointing": layout.recompute == "full",
         }
-    if layout.tp * layout.cp > 1:
+    if layout.tp * layout.cp > 1 or layout.shard:
         found["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 1,
-            "parallelism_config_dp_shard_size": layout.dp,
+            "parallelism_config_dp_replicate_size": layout.dp * layout.cp // layout.shards,
+            "parallelism_config_dp_shard_size": layout.shards // layout.cp,
             "parallelism_config_tp_size": layout.tp,
             "parallelism_config_cp_size": layout.cp,
         }
@@ -104,6 +104,10 @@ def _refuse(job: ExportJob) -> None:
         )
     if layout.tp * layout.cp > 1 and layout.zero == 0:
         raise ValueError(f"tp={layout.tp}, cp={layout.cp} with zero=0: Accelerate combines them with FSDP2; use zero=3")
+    if layout.shard == layout.cp:
+        raise ValueError(
+            f"shard={layout.shard} with cp={layout.cp}: beside replicas Accelerate wants dp_shard_size above 1; use more"
+        )
     if layout.tp > 1 and job.sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True with tp={layout.tp}: transformers' tp_plan keeps norms and the stream whole on every "

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lablib.calc.errors import one_of
+from lablib.calc.errors import either, one_of
 from lablib.calc.layouts.export.accelerate import ACCELERATE
 from lablib.calc.layouts.export.deepspeed import DEEPSPEED
 from lablib.calc.layouts.export.job import Exporter, ExportJob, export_job
@@ -33,10 +33,18 @@ EXPORTERS: dict[str, Exporter] = {
     "accelerate": ACCELERATE,
 }
 
+#: Those whose file has a word for hybrid sharding here.
+HYBRID = ("torchtitan", "accelerate")
+
 
 def export_layout(job: ExportJob, framework: str) -> str:
     """Return the layout as text that the framework reads."""
-    return EXPORTERS[one_of("framework", framework, EXPORTERS)].text(job)
+    exporter = EXPORTERS[one_of("framework", framework, EXPORTERS)]
+    if job.layout.shard and framework not in HYBRID:
+        raise ValueError(
+            f"shard={job.layout.shard}: the file for {framework} shards over all ranks; use {either(HYBRID)}, or leave it out"
+        )
+    return exporter.text(job)
 
 
 COUNTED = {

@@ -5,7 +5,7 @@ values of it: `--training.local_batch_size 2`. The function here starts from the
 that torchtitan ships train otherwise than they are called: `llama3_405b` computes in FP8 with asynchronous tensor
 parallelism.
 
-- FSDP2 shards data parallelism; replicas (zero=0) are its `data_parallel_replicate_degree`. zero=3 frees a gathered
+- FSDP2 shards data parallelism; replicas (zero=0, or of `shard` ranks) are its `data_parallel_replicate_degree`. zero=3 frees a gathered
   weight after forward, zero=1 and 2 keep it until backward; gradients are sharded with all three.
 - With a pipeline, the local batch is what one replica runs in a step, cut into micro-batches; without one it is the
   micro-batch, and accumulation makes up the global batch.
@@ -131,10 +131,10 @@ def training(job: ExportJob, recipe: str) -> dict[str, object]:
 def parallelism(job: ExportJob) -> dict[str, object]:
     """Return the values of torchtitan's ParallelismConfig."""
     layout = job.layout
-    replicated = layout.zero == 0
+    replicas = layout.dp * layout.cp // layout.shards if layout.zero else layout.dp
     found: dict[str, object] = {
-        "data_parallel_replicate_degree": layout.dp if replicated else 1,
-        "data_parallel_shard_degree": 1 if replicated else layout.dp,
+        "data_parallel_replicate_degree": replicas,
+        "data_parallel_shard_degree": layout.dp // replicas,
         "fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
         "tensor_parallel_degree": layout.tp,
         "enable_sequence_parallel": job.sequence_parallel,

@@ -241,7 +241,7 @@ def _fewest(spec: RunSpec, shape: _Shape, limit: int) -> int:
 
     run = spec.run
     # Expert parallelism takes its ranks from dp times cp.
-    width = shape.tp * shape.cp * shape.pp * (run.ep // gcd(run.ep, shape.cp))
+    width = shape.tp * shape.pp * lcm(shape.cp * (run.ep // gcd(run.ep, shape.cp)), run.shard or 1)
     states = state_bytes(run, int(rank_params(run)[0] * run.tp * run.pp), 1, 0)
     numbers = _numbers(spec, width, limit)
     numbers = numbers[bisect_left(numbers, states / spec.budget) :]

@@ -6,8 +6,7 @@
 What is compared with a GPU is the peak of `memory_timeline`; the budget is what CUDA gives out less its context and a
 reserve. A run above the budget counts as one that does not fit, though it may be tight.
 
-The step is the planner's, with the kernels of the implementation. States on the CPU add both crossings of the host link
-and the update there. LoRA is timed as if all weights were trained, an upper bound.
+The step is the planner's, with the kernels of the implementation.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from functools import lru_cache
 from os import PathLike
 
 from lablib.calc.errors import check_whole, one_of
-from lablib.calc.hardware import LINKS, Accelerator, accelerator, link_rate
+from lablib.calc.hardware import Accelerator, accelerator, link_rate
 from lablib.calc.layouts.planner import (
     FIELDS,
     FRAMEWORKS,
     Layout,
     Likeness,
+    Training,
     Workload,
     check_nodes,
     cluster,
@@ -44,7 +44,7 @@ from lablib.calc.memory import (
 )
 from lablib.calc.memory.timeline import STEPS, memory_peak
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
-from lablib.calc.parallel import CPU_ADAM_BYTES, state_terms
+from lablib.calc.parallel import state_terms
 from lablib.calc.schedules import layers_per_stage
 from lablib.calc.units import GB, format_bytes
 
@@ -180,8 +180,8 @@ def setup(
     one_of("step", step, STEPS)
     given = frozenset(settings)
     free = gpus is not None and "dp" not in given
-    # Where experts are must divide dp times cp, which is not known yet.
-    later = {"ep": 1, "etp": None, "imbalance": 1.0} if free else {}
+    # Where experts are and copies of states must divide dp times cp, which is not known yet.
+    later = {"ep": 1, "etp": None, "imbalance": 1.0, "shard": None} if free else {}
     run = run_config(model, **settings | later)
     if free:
         width = run.tp * run.cp * run.pp
@@ -263,41 +263,6 @@ def _model_params(
     return every, adapters
 
 
-def host_bytes(spec: RunSpec) -> float:
-    """Return the bytes that cross between a rank's GPU and the CPU in a step, both ways together.
-
-    Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
-    backward; offloaded gradients go down in every micro-batch.
-    """
-    run, m = spec.run, spec.micro_batches
-    every, trained = rank_params(run)
-    ranks = run.dp * run.cp
-    own = trained / (ranks if run.zero else 1)
-    stored = every / (ranks if run.zero == 3 else 1)
-    down, up = run.recipe.gradients * own, run.recipe.weights * own
-    return {
-        "none": 0.0,
-        "optimizer": down + up,
-        "gradients": m * down + up,
-        "parameters": m * (down + 2 * run.recipe.weights * stored),
-    }[run.offload]
-
-
-def host_seconds(spec: RunSpec) -> float:
-    """Return the seconds that offload adds to a step if nothing hides them: the link, and AdamW on the CPU.
-
-    The CPU's memory is taken to serve one rank at the rate of its host link, which is about what a node's channels give
-    each of its GPUs. ValueError if something is offloaded and the GPU has no host link in the table.
-    """
-    run = spec.run
-    if run.offload == "none":
-        return 0.0
-    if spec.gpu.host is None:
-        raise ValueError(f"offload={run.offload!r}: {spec.gpu.name} has no link to the CPU in the table")
-    own = rank_params(run)[1] / (run.dp * run.cp if run.zero else 1)
-    return (host_bytes(spec) + CPU_ADAM_BYTES * own) / LINKS[spec.gpu.host].bandwidth
-
-
 def _planned(spec: RunSpec) -> tuple[Workload, Layout]:
     """The run as the planner has it."""
     run = spec.run
@@ -311,7 +276,7 @@ def _planned(spec: RunSpec) -> tuple[Workload, Layout]:
 def step_seconds(spec: RunSpec) -> float:
     """Return the predicted seconds of a step of `spec.sequences` sequences."""
     load, layout = _planned(spec)
-    return sum(step_time(load.step_work(layout), load.rates()).values()) + host_seconds(spec)
+    return sum(step_time(load.step_work(layout), load.rates()).values())
 
 
 def predicted_seconds(spec: RunSpec) -> float | None:
@@ -342,7 +307,7 @@ def least_states(spec: RunSpec) -> int:
     is all there when forward ends.
     """
     run = spec.run
-    least = state_bytes(run, int(rank_params(run)[0]), run.dp * run.cp, run.zero)
+    least = state_bytes(run, int(rank_params(run)[0]), run.replicas(False), run.zero)
     if least > spec.budget:
         return least
     return max(least, _first_stage(run))
@@ -367,7 +332,7 @@ def _workload(spec: RunSpec) -> Workload:
     machine = cluster(spec.gpu, spec.gpus, gpus_per_node=spec.gpus_per_node, nic=spec.nic, intra=intra)
     how = (
         run.seq, spec.sequences, run.recipe, run.attention, run.sequence_parallel, FRAMEWORKS[run.implementation],
-        run.imbalance, run.cp_way,
+        run.imbalance, run.cp_way, Training(**{one.name: getattr(run, one.name) for one in fields(Training)}),
     )  # fmt: skip
     key = run.model, machine.gpu.name, machine.gpus, machine.gpus_per_node, machine.scale_up, machine.nic, *how
     if key not in _WORKLOADS:

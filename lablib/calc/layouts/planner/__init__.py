@@ -41,12 +41,20 @@ from lablib.calc.layouts.planner.explain import (
     plan_reasons,
     reason_against,
 )
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, cluster
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, check_nodes, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
 from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import NEAREST, Candidate, Plan, divisors, nothing_fits, plan
-from lablib.calc.layouts.planner.time import MicroBatch, StepWork, Workload, layer_work, pass_seconds, step_time
+from lablib.calc.layouts.planner.time import (
+    MicroBatch,
+    StepWork,
+    Workload,
+    host_bytes,
+    layer_work,
+    pass_seconds,
+    step_time,
+)
 
 __all__ = [
     "FIELDS",
@@ -73,6 +81,7 @@ __all__ = [
     "Rates",
     "Run",
     "StepWork",
+    "Training",
     "Workload",
     "check_layout",
     "check_nodes",
@@ -83,6 +92,7 @@ __all__ = [
     "divisors",
     "expert_limits",
     "generation",
+    "host_bytes",
     "layer_work",
     "layout_memory",
     "layout_peak",

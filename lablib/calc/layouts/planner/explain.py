@@ -48,7 +48,7 @@ def plan_reasons(result: Plan) -> list[str]:
     if len(distinct) == 2:
         lines.append("Runner-up " + reason_against(best, distinct[1]))
     degrees = ("tp", "pp", "cp", "ep") if result.load.model.is_moe else ("tp", "pp", "cp")
-    for field in (*degrees, "zero", "recompute", "micro_batch", "virtual_stages"):
+    for field in (*degrees, "zero", "recompute", "micro_batch", "virtual_stages", "shard"):
         line = _other(result, field)
         if line:
             lines.append(line)
@@ -74,6 +74,8 @@ def _other(result: Plan, field: str) -> str | None:
     """The best layout in which one field differs from the winner's."""
     best = result.best
     mine = getattr(best.layout, field)
+    if mine is None:
+        return None
     other = next(result.candidates.walk(lambda layout: getattr(layout, field) != mine), None)
     return other and f"Without {field}={mine}: {reason_against(best, other)}"
 

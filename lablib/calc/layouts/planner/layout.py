@@ -12,17 +12,31 @@ in a node use their network cards together, but never faster than the link insid
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import gcd
 
 from lablib.calc.errors import check_whole, must_divide, one_of
 from lablib.calc.hardware import LINKS, NETWORKS, Accelerator, Link, accelerator, given_link
-from lablib.calc.memory import RECOMPUTE
-from lablib.calc.models import ModelConfig
-from lablib.calc.parallel import check_degrees, check_schedule
+from lablib.calc.memory import OFFLOADS, RECOMPUTE, TUNINGS
+from lablib.calc.models import ModelConfig, Tensor
+from lablib.calc.parallel import check_degrees, check_schedule, check_shard
+from lablib.calc.precision import OPTIMIZERS, Optimizer, find_optimizer
 from lablib.calc.schedules import SCHEDULES, layers_per_stage
 
-FIELDS = ("tp", "cp", "ep", "dp", "pp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages", "etp")
+FIELDS = (
+    "tp",
+    "cp",
+    "ep",
+    "dp",
+    "pp",
+    "zero",
+    "micro_batch",
+    "recompute",
+    "schedule",
+    "virtual_stages",
+    "etp",
+    "shard",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +52,7 @@ class Layout:
         schedule: "1f1b", "gpipe" or "interleaved".
         virtual_stages: Chunks of layers in each stage; more than 1 only when interleaved.
         etp: Ranks that split one expert; None: tp.
+        shard: Ranks that share one copy of the sharded states; None: all dp times cp. Replicas all-reduce shards (HSDP).
     """
 
     tp: int = 1
@@ -51,6 +66,17 @@ class Layout:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     etp: int | None = None
+    shard: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO shards a parameter that is no expert's."""
+        return self.shard or self.dp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which it shards a routed expert's."""
+        return self.tp * self.shards // (self.ep * self.expert_split)
 
     @property
     def edp(self) -> int:
@@ -86,9 +112,8 @@ class Layout:
             shown.insert(shown.index("pp"), "etp")
         parts = [f"{name}={getattr(self, name)}" for name in shown]
         pipeline = f" {self.schedule}" + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
-        return f"{' '.join(parts)} zero={self.zero} mb={self.micro_batch} recompute={self.recompute}" + (
-            pipeline if self.pp > 1 else ""
-        )
+        parts += [f"zero={self.zero}"] + ([f"shard={self.shard}"] if self.shard else [])
+        return f"{' '.join(parts)} mb={self.micro_batch} recompute={self.recompute}" + (pipeline if self.pp > 1 else "")
 
 
 def check_layout(
@@ -121,12 +146,53 @@ def check_layout(
         sequence_parallel=sequence_parallel,
         cp_way=cp_way,
     )
+    check_shard(layout.shard, zero=layout.zero, tp=t, cp=c, dp=d, ep=layout.ep, etp=layout.etp)
     must_divide("dp x micro_batch", d * layout.micro_batch, "global_batch", global_batch)
     layers_per_stage(model.num_layers, p, layout.virtual_stages)
     check_schedule(
         layout.schedule, pp=p, virtual_stages=layout.virtual_stages,
         num_microbatches=layout.num_microbatches(global_batch),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, by which optimizer, and what of its states is on the CPU; settings of `rung memory`.
+
+    With LoRA gradients of adapters are sent, and adapters are updated; products are timed as if all weights were trained,
+    an upper bound.
+    """
+
+    optimizer: Optimizer | str = OPTIMIZERS["adamw"]
+    offload: str = "none"
+    tuning: str = "full"
+    lora_rank: int = 16
+    lora_targets: str = "all"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
+        one_of("offload", self.offload, OFFLOADS)
+        one_of("tuning", self.tuning, TUNINGS)
+
+    def trained(self, tensor: Tensor, layout: Layout) -> int:
+        """Return the parameters of a rank that are trained: a tensor's own, or those of its adapters."""
+        split = layout.tp, layout.ep, layout.etp
+        if self.tuning == "full":
+            return tensor.local_params(*split)
+        adapted = tensor.is_adapted and self.lora_targets in ("all", tensor.component)
+        return tensor.adapter_params(self.lora_rank, *split) if adapted else 0
+
+    def settings(self) -> dict[str, object]:
+        """Return the fields by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def as_dict(self) -> dict[str, object]:
+        """Return those that are not as usual, the optimizer by its name: nothing of AdamW over all weights on the GPU."""
+        usual = Training().settings()
+        return {name: getattr(one, "name", one) for name, one in self.settings().items() if one != usual[name]}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.as_dict().items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,9 @@ TERMS = (
 )
 BUCKET = 25 * MiB
 PREFETCH = 1
-MOMENTS = 2  # AdamW's
+#: What is not on the GPU.
+ON_CPU = {"none": (), "optimizer": ("optimizer",), "gradients": ("gradients", "optimizer")}
+ON_CPU["parameters"] = ("weights", *ON_CPU["gradients"])
 
 
 def layout_memory(load: Workload, layout: Layout) -> dict[str, int]:
@@ -50,32 +52,36 @@ def sampled_stages(pp: int) -> list[int]:
     return sorted({0, min(1, pp - 1), pp - 1})
 
 
-@cached_by("tp", "ep", "etp", "dp", "cp", "pp", "virtual_stages")
+@cached_by("tp", "ep", "etp", "dp", "cp", "pp", "virtual_stages", "shard")
 def state_memory(load: Workload, layout: Layout, zero: int) -> list[dict[str, int]]:
     """Return the bytes of states and of buffers for weights and gradients, for each of `sampled_stages`."""
     return [_states(load, layout, stage, zero) for stage in sampled_stages(layout.pp)]
 
 
 def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, int]:
-    dtypes = load.recipe
+    dtypes, training = load.recipe, load.training
     terms = dict.fromkeys(TERMS, 0)
-    ranks = layout.dp * layout.cp
+    ranks = layout.shards
     sharded_weights = zero == 3 or (zero == 2 and dtypes.casts_when_gathered)
-    here = load.stage_params(layout, stage)
-    for params, copies in zip(here, (ranks, layout.edp), strict=True):
-        own = shard_size(params, copies)
-        terms["weights"] += (own if sharded_weights else params) * dtypes.weights
-        terms["gradients"] += (own if zero >= 2 else params) * (dtypes.gradients + dtypes.accumulation)
-        held = own if zero else params
-        terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master + MOMENTS * dtypes.moment)
+    here, trained = load.stage_params(layout, stage), load.stage_params(layout, stage, trained=True)
+    for params, updated, copies in zip(here, trained, (ranks, layout.expert_shards), strict=True):
+        stored = shard_size(params, copies) if sharded_weights else params
+        own = shard_size(updated, copies)
+        # Of frozen weights the least: NF4 codes are half a byte.
+        terms["weights"] += stored // 2 if training.tuning == "qlora" else stored * dtypes.weights
+        terms["gradients"] += (own if zero >= 2 else updated) * (dtypes.gradients + dtypes.accumulation)
+        held = own if zero else updated
+        terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master)
+        terms["optimizer"] += sum(training.optimizer.moment_bytes(held, dtypes.moment).values())
+    terms |= dict.fromkeys(ON_CPU[training.offload], 0)
     # One rank alone gathers and sends nothing, but for a copy in another dtype.
-    shared, experts = ranks > 1, layout.edp > 1
+    shared, experts = ranks > 1, layout.expert_shards > 1
     casts = dtypes.casts_when_gathered
     if sharded_weights or casts:
         units = _largest_units(load, layout, stage)
         gathered = [u[0] * (shared or casts) + u[1] * (experts or casts) for u in units]
         everything = sum(here) if zero == 2 and casts else sum(sorted(gathered)[-1 - PREFETCH :])
-        terms["gathered_weights"] = everything * dtypes.gathered
+        terms["gathered_weights"] = everything * dtypes.gathered if training.tuning != "qlora" else 0
     if sharded_weights:
         terms["communication_buckets"] = max(u[0] * shared + u[1] * experts for u in units) * dtypes.reduced()
     elif zero:

@@ -81,11 +81,13 @@ def counted_run(load: Workload, layout: Layout, counting: Counting) -> RunConfig
         cp=layout.cp,
         ep=layout.ep,
         etp=layout.etp,
+        shard=layout.shard,
         cp_way=load.cp_way,
         imbalance=load.uneven(layout),
         recompute=layout.recompute,
         attention=load.attention,
         implementation=counting.implementation,
+        **load.training.settings(),
         **how,
     )
 

@@ -5,7 +5,9 @@
 
 All divisors are tried: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
 experts, split over tp or whole over all ranks of a stage. What the caller fixes is taken as it is, tp beyond a node too.
-GPipe runs only where it is fixed: it takes the time of 1F1B and never less memory. More recomputation is never faster, so
+A copy of what ZeRO-3 shards is on all ranks, or on those of a node with replicas outside, so that gathers stay inside
+(FSDP, arXiv 2304.11277, section 3.2). Fewer ranks of a node hold more and send more out of it; those of some nodes
+gather over the network as all do, and hold more: they are taken where they are fixed. GPipe runs only where it is fixed: it takes the time of 1F1B and never less memory. More recomputation is never faster, so
 of layouts that differ in it alone only the first that fits counts.
 
 Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve.
@@ -14,34 +16,40 @@ Sums drop what cannot fit; the rest is walked through from the fastest on, and f
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import gcd
 from os import PathLike
 
-from lablib.calc.errors import check_whole, one_of
+from lablib.calc.errors import check_whole, either, one_of
 from lablib.calc.flops import step_flops
-from lablib.calc.hardware import Accelerator
+from lablib.calc.hardware import ACCELERATORS, Accelerator
 from lablib.calc.layouts.planner.calibration import Likeness, like_this
-from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, cluster
+from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
-from lablib.calc.layouts.planner.time import Workload, product_peak, step_time
+from lablib.calc.layouts.planner.time import Workload, host_seconds, product_peak, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
-from lablib.calc.parallel import WAYS, check_degrees, check_experts, check_imbalance
-from lablib.calc.precision import Recipe, recipe
+from lablib.calc.parallel import WAYS, check_degrees, check_experts, check_imbalance, check_shard
+from lablib.calc.precision import Optimizer, Recipe, recipe
 from lablib.calc.schedules import SCHEDULES, chunk_layers, schedule_names
 
 MAX_MICRO_BATCH = 16
 NEAREST = 8  # shapes that do not fit of which the peak is computed
 
+Sharding = tuple[int, int | None]  # ZeRO's stage, and the ranks of a copy, None for all
+
 #: What helps where nothing fits, by the largest term.
 ENLARGE = dict.fromkeys(ROLES, "use more or larger GPUs") | {"activations": "use larger GPUs, or shorter sequences"}
+#: Options that keep fewer states on a GPU, the mildest first; `rung fit` says what each costs.
+SMALLER = {"optimizer": "adamw-8bit", "offload": "optimizer", "tuning": "lora"}
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,7 @@ class Plan:
         capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
         found: What the search found before anything was timed.
+        fixed: Fields of a layout that were given.
     """
 
     load: Workload
@@ -202,6 +211,7 @@ class Plan:
     capacity: int
     candidates: Candidates
     found: SearchResult
+    fixed: dict[str, object] = field(default_factory=dict)
 
     @property
     def valid(self) -> int:
@@ -297,6 +307,9 @@ def plan(
     fitted: Fitted = FITTED,
     imbalance: float = 1.0,
     cp_way: str | None = None,
+    optimizer: str | Optimizer = "adamw",
+    offload: str = "none",
+    tuning: str = "full",
     **fixed: int | str,
 ) -> Plan:
     """Return every layout that fits, by predicted step time.
@@ -308,13 +321,14 @@ def plan(
         intra: The same inside a node; None means the accelerator's own.
         rails: Whether a group uses the cards of all its ranks in a node together.
         nics_per_node: Network cards that the devices of a node share; None means one for each.
-        recipe_: Dtypes of the states, with AdamW; None means those of `counting`.
+        recipe_: Dtypes of the states; None means those of `counting`.
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even, 1.5 is half as many again.
         cp_way: How cp ranks bring queries and keys together: "ring", "gathered" (Llama 3) or "ulysses"; None means as in
             `counting`.
+        optimizer: Whose moments are kept; it, offload and tuning are settings of `rung memory`.
         **fixed: Fields of `Layout` that are given: tp=8, recompute="none".
     """
     _refuse_unmodelled(recipe_, fixed.get("schedule"))
@@ -336,12 +350,20 @@ def plan(
     how = FRAMEWORKS[counting.implementation] if framework is None else framework
     check_imbalance(config, imbalance, fixed.get("ep", config.num_experts or 1))
     way = one_of("cp_way", cp_way or counting.cp_way, WAYS)
-    load = Workload(config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way)
+    training = Training(optimizer=optimizer, offload=offload, tuning=tuning)
+    if counting.framework and training != Training():
+        raise ValueError(
+            f"{training}: the file for {counting.framework} trains all weights with AdamW on the GPU; plan without it"
+        )
+    load = Workload(
+        config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way, training
+    )
+    host_seconds(load, Layout(dp=gpus))  # a GPU without a link to its CPU is refused here
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity, counting)
     if not found.valid:
         raise ValueError(_not_counted(load, found, counting) if found.left_out else _no_layout(load, fixed))
-    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.partitions, fitted), found)
+    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.partitions, fitted), found, fixed)
 
 
 def _refuse_unmodelled(recipe: object, schedule: object) -> None:
@@ -384,7 +406,7 @@ def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
             one_of(name, fixed[name], known)
     integers = numbers | {name: value for name, value in fixed.items() if name not in ("recompute", "schedule")}
     for name, value in integers.items():
-        if name == "etp" and value is None:
+        if name in ("etp", "shard") and value is None:
             continue
         check_whole(name, value, 0 if name == "zero" else 1)
     if fixed.get("zero", 0) > 3:
@@ -475,13 +497,14 @@ class _Search:
     def __init__(self, load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> None:
         self.load, self.fixed, self.capacity, self.counting = load, fixed, capacity, counting
         self.found = SearchResult()
-        self._known: dict[tuple, dict[tuple[int, str], str]] = {}  # refusals of layouts that are alike
+        self._known: dict[tuple, dict[tuple[Sharding, str], str]] = {}  # refusals of layouts that are alike
 
     def add(self, shape: Layout) -> None:
         """Add what a shape allows."""
         load, fixed = self.load, self.fixed
         replica = load.global_batch // shape.dp
-        stages = list(_options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros))
+        zeros = _options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros)
+        stages = [(zero, shard) for zero in zeros for shard in _shards(load, shape, zero, fixed)]
         modes = list(_options(fixed, "recompute", RECOMPUTE))
         for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
             if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
@@ -489,20 +512,22 @@ class _Search:
             for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
                 layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
                 refused = self._refusals(layout, stages, modes)
-                counted = [mode for mode in modes if not all(refused[zero, mode] for zero in stages)]
+                counted = [mode for mode in modes if not all(refused[stage, mode] for stage in stages)]
                 kept = {mode: activation_memory(load, layout, mode, self.counting.implementation) for mode in counted}
-                for zero in stages:
-                    here = [mode for mode in counted if not refused[zero, mode]]
+                for stage in stages:
+                    here = [mode for mode in counted if not refused[stage, mode]]
                     if here:
-                        self._add_zero(layout, zero, here, kept)
+                        self._add_stage(replace(layout, zero=stage[0], shard=stage[1]), here, kept)
 
-    def _refusals(self, layout: Layout, stages: list[int], modes: list[str]) -> dict[tuple[int, str], str]:
-        """Return why a layout is not counted, by ZeRO stage and recomputation, and count the reasons."""
+    def _refusals(self, layout: Layout, stages: list[Sharding], modes: list[str]) -> dict[tuple[Sharding, str], str]:
+        """Return why a layout is not counted, by sharding and recomputation, and count the reasons."""
         like = tuple(n > 1 for n in layout.shape), layout.ep > 1, layout.etp, layout.schedule, *stages
         if like not in self._known:
             self._known[like] = {
-                (zero, mode): refusal(self.load, replace(layout, zero=zero, recompute=mode), self.counting)
-                for zero in stages
+                (stage, mode): refusal(
+                    self.load, replace(layout, zero=stage[0], shard=stage[1], recompute=mode), self.counting
+                )
+                for stage in stages
                 for mode in modes
             }
         refused = self._known[like]
@@ -510,7 +535,7 @@ class _Search:
             self.found.left_out.update(filter(None, refused.values()))
         return refused
 
-    def _add_zero(self, layout: Layout, zero: int, modes: list[str], kept: dict[str, list[int]]) -> None:
+    def _add_stage(self, layout: Layout, modes: list[str], kept: dict[str, list[int]]) -> None:
         """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
         A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
@@ -520,9 +545,9 @@ class _Search:
         terms = ["weights", "optimizer"]
         if layout.num_microbatches(self.load.global_batch) > 1 and layout.schedule != "gpipe":
             terms.append("gradients")
-        if zero == 2:
+        if layout.zero == 2:
             terms.append("gathered_weights")
-        stages = state_memory(self.load, layout, zero)
+        stages = state_memory(self.load, layout, layout.zero)
         sums = [sum(stage[term] for term in terms) for stage in stages]
         could: list[tuple[str, int]] = []
         for mode in modes:
@@ -536,10 +561,23 @@ class _Search:
             found.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
             known = found.least.get(layout.shape)  # of shapes that could fit somewhere it is forgotten at the end
             if known is None or least < known[0]:
-                found.least[layout.shape] = least, replace(layout, zero=zero, recompute=mode)
+                found.least[layout.shape] = least, replace(layout, recompute=mode)
         if could:
             (first, least), modes = could[0], tuple(mode for mode, _ in could)
-            found.partitions.append(Partition(replace(layout, zero=zero, recompute=first), modes, least))
+            found.partitions.append(Partition(replace(layout, recompute=first), modes, least))
+
+
+def _shards(load: Workload, shape: Layout, zero: int, fixed: dict[str, object]) -> Iterator[int | None]:
+    """Yield over how many ranks a copy of the states can be sharded: all, and with ZeRO-3 those of a node."""
+    machine, ranks = load.cluster, shape.dp * shape.cp
+    inside = gcd(machine.gpus_per_node // shape.tp, ranks)
+    hybrid = zero == 3 and machine.nodes > 1 and 1 < inside < ranks and machine.gpus_per_node % shape.tp == 0
+    for shard in _options(fixed, "shard", (None, inside) if hybrid else (None,)):
+        try:
+            check_shard(shard, zero=zero, tp=shape.tp, cp=shape.cp, dp=shape.dp, ep=shape.ep, etp=shape.etp)
+        except ValueError:
+            continue
+        yield shard
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:
@@ -567,15 +605,38 @@ def _splits(load: Workload, tp: int, cp: int) -> bool:
     return True
 
 
-def nothing_fits(result: Plan) -> str:
-    """Return a sentence on why nothing fits, with the layout that comes nearest and its largest term."""
-    near = result.dropped[0]
+def _would_fit(result: Plan) -> list[str]:
+    """Return the options of `SMALLER` with which some layout of the same search fits."""
+    found, chosen = [], result.load.training
+    for name, value in SMALLER.items():
+        if name in chosen.as_dict() or (name == "offload" and result.cluster.gpu.host is None):
+            continue
+        load = replace(result.load, training=replace(chosen, **{name: value}), cache={})
+        partitions = search(load, result.fixed, result.capacity, result.counting).partitions
+        if Candidates(load, result.counting, result.capacity, partitions, FITTED):
+            found.append(f"--{name} {value}")
+    return found
+
+
+def nothing_fits(result: Plan, model: str | None = None) -> str:
+    """Return a sentence on why nothing fits: the layout that comes nearest, its largest term, and what would fit.
+
+    Args:
+        model: How a command names the model; None means its name.
+    """
+    near, load = result.dropped[0], result.load
+    card = next((name for name, one in ACCELERATORS.items() if one is load.cluster.gpu), None)
+    options = _would_fit(result) if card and not result.counting.framework else []
+    command = (
+        f"rung fit {shlex.quote(model or load.model.name)} --gpus {load.cluster.gpus} --gpu {card} --seq {load.seq}"
+    )
+    smaller = f", or {either(options)}, with which a layout fits; `{command}` says what each costs" if options else ""
     return (
         f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, needs "
         f"{(result.capacity + near.excess) / 1e9:,.1f} GB at its peak and one {result.cluster.gpu.name} has "
         f"{result.capacity / 1e9:.1f} GB for it, counted as "
         f"{result.counting.implementation}; its largest term is "
-        f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}"
+        f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}{smaller}"
     )
 
 

@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 from lablib.calc.communication import ring_all_gather_bytes
 from lablib.calc.flops import attended_pairs
-from lablib.calc.hardware import Accelerator
-from lablib.calc.layouts.planner.layout import Cluster, Layout
+from lablib.calc.hardware import LINKS, Accelerator
+from lablib.calc.layouts.planner.layout import Cluster, Layout, Training
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
+from lablib.calc.parallel import CPU_ADAM_BYTES
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import stage_layers
@@ -294,10 +295,12 @@ class StepWork:
     Attributes:
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
         sends: How many these are.
-        scatter: Seconds of a reduce-scatter of a stage's gradients at full rate.
+        scatter: Seconds of a reduce-scatter of a stage's gradients at full rate, and of what replicas of it send.
         gather: Seconds of an all-gather of a stage's weights at full rate.
         hops: Steps along trees of one such collective over all units of a stage.
+        replica_hops: Those of the all-reduce between replicas of a sharded model.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
+        host: Seconds that states on the CPU take.
         doublings: How often one node was doubled to have the cluster's.
         dp_hides: What hides behind what; see `Framework`.
     """
@@ -310,8 +313,10 @@ class StepWork:
     scatter: float = 0.0
     gather: float = 0.0
     hops: float = 0.0
+    replica_hops: float = 0.0
     zero: int = 0
     optimizer: float = 0.0
+    host: float = 0.0
     doublings: float = 0.0
     dp_hides: bool = True
     tp_hides: bool = False
@@ -364,7 +369,7 @@ def step_time(job: StepWork, rates: Rates) -> dict[str, float]:
         "pp": m * send,
         "dp": exposed + m * again,
         "bubble": (others - longest) / job.chunks,
-        "optimizer": job.optimizer / rates.memory,
+        "optimizer": job.optimizer / rates.memory + job.host,
         "step": job.doublings * rates.step,
     }
 
@@ -378,6 +383,7 @@ def _exposed(job: StepWork, forward: float, backward: float, rates: Rates) -> tu
     """Seconds that data parallelism adds: once a step, and in every micro-batch."""
     around = job.hops * rates.hop
     scatter, gather = job.scatter / rates.network + around, job.gather / rates.network + around
+    scatter += job.replica_hops * rates.hop
     if job.zero == 0:
         scatter, gather = scatter + around, 0.0
     if not job.dp_hides:
@@ -431,6 +437,7 @@ class Workload:
     framework: Framework = FRAMEWORKS["paper"]
     imbalance: float = 1.0
     cp_way: str = "ring"
+    training: Training = field(default_factory=Training)
     cache: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -472,8 +479,12 @@ class Workload:
         return first, last, head_work(model, self.cluster, batch)
 
     @cached_by("tp", "ep", "etp")
-    def params(self, layout: Layout) -> dict[str, tuple[int, int]]:
-        """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head."""
+    def params(self, layout: Layout, trained: bool = False) -> dict[str, tuple[int, int]]:
+        """Return (shared, expert) parameters of a rank: of a first layer, a last layer, embedding, and head.
+
+        Args:
+            trained: Only those that are trained, which are not among the others where they are adapters.
+        """
         model = self.model
         units = {
             "first": layer_tensors(model, 0),
@@ -483,10 +494,9 @@ class Workload:
             "copy": embedding_tensors(model)[:1] if model.tied else [],
         }
         split = layout.tp, layout.ep, layout.etp
+        count = (lambda t: self.training.trained(t, layout)) if trained else (lambda t: t.local_params(*split))
         return {
-            name: tuple(
-                sum(t.local_params(*split) for t in tensors if t.is_expert == expert) for expert in (False, True)
-            )
+            name: tuple(sum(count(t) for t in tensors if t.is_expert == expert) for expert in (False, True))
             for name, tensors in units.items()
         }
 
@@ -506,9 +516,9 @@ class Workload:
         """Return (dense layers, layers with experts) of every stage."""
         return [tuple(map(sum, zip(*chunks, strict=True))) for chunks in self.chunks(layout)]
 
-    def stage_params(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Return (shared, expert) parameters of a rank of a stage."""
-        units = self.params(layout)
+    def stage_params(self, layout: Layout, stage: int, trained: bool = False) -> tuple[int, int]:
+        """Return (shared, expert) parameters of a rank of a stage, or those that are trained."""
+        units = self.params(layout, trained) if trained else self.params(layout)
         dense, sparse = self.stages(layout)[stage]
         parts = [(dense, "first"), (sparse, "last"), (stage == 0, "embedding")]
         if stage == layout.pp - 1:
@@ -527,6 +537,7 @@ class Workload:
         tokens = layout.micro_batch * self.seq / layout.cp
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
+        units = -(-self.model.num_layers // layout.pp) + 1
         link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
         return StepWork(
             stages=stages,
@@ -536,9 +547,11 @@ class Workload:
             sends=cut,
             scatter=scatter,
             gather=gather,
-            hops=log2(layout.dp * layout.cp) * (-(-self.model.num_layers // layout.pp) + 1),
+            hops=log2(layout.shards) * units,
+            replica_hops=2 * log2(layout.dp * layout.cp // layout.shards) * units,
             zero=layout.zero,
-            optimizer=optimizer,
+            optimizer=optimizer if self.training.offload == "none" else 0.0,
+            host=host_seconds(self, layout),
             doublings=log2(self.cluster.nodes),
             dp_hides=self.framework.dp_hides,
             tp_hides=self.framework.tp_hides,
@@ -566,20 +579,70 @@ class Workload:
             found.append(StageWork(Passes(forward, backward), count))
         return tuple(found)
 
-    @cached_by("tp", "cp", "ep", "etp", "dp", "pp", "virtual_stages", "zero")
+    def _largest_stage(self, layout: Layout) -> int:
+        return max({0, layout.pp // 2, layout.pp - 1}, key=lambda stage: sum(self.stage_params(layout, stage)))
+
+    @cached_by("tp", "cp", "ep", "etp", "dp", "pp", "virtual_stages", "zero", "shard")
     def _data_parallel(self, layout: Layout) -> tuple[float, float, float]:
         """Seconds at full rate of scattering gradients, gathering weights, and the optimizer, of the largest stage."""
-        sends = [self.stage_params(layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}]
-        shared, expert = max(sends, key=sum)
-        ranks, link = layout.dp * layout.cp, self.cluster.bandwidth(layout.dp * layout.cp, layout.tp)
-        outer = layout.edp
+        stage = self._largest_stage(layout)
+        ranks, link = layout.shards, self.cluster.bandwidth(layout.shards, layout.tp)
+        outer = layout.expert_shards
         outer_link = self.cluster.bandwidth(outer, layout.expert_split * layout.ep)
-        values = ring_all_gather_bytes(shared, ranks) / link + ring_all_gather_bytes(expert, outer) / outer_link
+
+        def seconds(shared: int, expert: int) -> float:
+            return ring_all_gather_bytes(shared, ranks) / link + ring_all_gather_bytes(expert, outer) / outer_link
+
+        shared, expert = trained = self.stage_params(layout, stage, trained=True)
         own = (shared / ranks + expert / outer) if layout.zero else shared + expert
-        # Gradient, master copy and two moments are read, all but the gradient written, and the weight.
-        traffic = own * (self.recipe.gradients + 2 * (self.recipe.master + 8) + self.recipe.weights)
+        # Gradient, master copy and moments are read, all but the gradient written, and the weight.
+        moments = sum(self.training.optimizer.moment_bytes(own, self.recipe.moment).values())
+        traffic = own * (self.recipe.gradients + 2 * self.recipe.master + self.recipe.weights) + 2 * moments
         gathered = self.recipe.gathered if layout.zero else self.recipe.gradients
-        scatter, gather = values * self.recipe.reduced(), values * gathered
+        values = seconds(*(self.stage_params(layout, stage) if layout.zero >= 2 else trained))
+        scatter, gather = seconds(*trained) * self.recipe.reduced(), values * gathered
+        replicas = layout.dp * layout.cp // ranks
+        if replicas > 1:  # they all-reduce their shards, which is a reduce-scatter and a gather
+            sent = 2 * ring_all_gather_bytes(shared / ranks + expert / outer, replicas) * self.recipe.reduced()
+            scatter += sent / self.cluster.bandwidth(replicas, layout.tp * ranks)
         optimizer = traffic / self.cluster.gpu.memory_bandwidth
         # Replicas reduce and gather the same gradients in one all-reduce: both halves wait for backward.
         return (scatter + gather, 0.0, optimizer) if layout.zero == 0 else (scatter, gather, optimizer)
+
+
+def host_bytes(load: Workload, layout: Layout) -> float:
+    """Return the bytes that cross between a rank's GPU and the CPU in a step, both ways together, of the largest stage.
+
+    Gradients go down and weights come up. Offloaded weights come up twice in every micro-batch, for forward and for
+    backward; offloaded gradients go down in every micro-batch.
+    """
+    stage, m = load._largest_stage(layout), layout.num_microbatches(load.global_batch)
+    own = _offloaded(load, layout)
+    stored = sum(load.stage_params(layout, stage)) / (layout.shards if layout.zero == 3 else 1)
+    down, up = load.recipe.gradients * own, load.recipe.weights * own
+    return {
+        "none": 0.0,
+        "optimizer": down + up,
+        "gradients": m * down + up,
+        "parameters": m * (down + 2 * load.recipe.weights * stored),
+    }[load.training.offload]
+
+
+def host_seconds(load: Workload, layout: Layout) -> float:
+    """Return the seconds that offload adds to a step if nothing hides them: the link, and AdamW on the CPU.
+
+    The CPU's memory is taken to serve one rank at the rate of its host link, which is about what a node's channels give
+    each of its GPUs. ValueError if something is offloaded and the GPU has no host link in the table.
+    """
+    card, offload = load.cluster.gpu, load.training.offload
+    if offload == "none":
+        return 0.0
+    if card.host is None:
+        raise ValueError(f"offload={offload!r}: {card.name} has no link to the CPU in the table")
+    return (host_bytes(load, layout) + CPU_ADAM_BYTES * _offloaded(load, layout)) / LINKS[card.host].bandwidth
+
+
+def _offloaded(load: Workload, layout: Layout) -> float:
+    """Parameters whose optimizer is on the CPU, of a rank of the largest stage."""
+    trained = sum(load.stage_params(layout, load._largest_stage(layout), trained=True))
+    return trained / (layout.shards if layout.zero else 1)

@@ -38,11 +38,13 @@ class GradientState:
         accumulated: Those that are where the optimizer will find them.
         root_unsharded: Of FSDP2's root: whole until the end of backward.
         reduce_buffer: Of FSDP2's last reduce-scatter, which is there until the next one.
+        all_reduced: Shards in the dtype of the reduction that replicas have summed, which FSDP2 holds until backward ends.
     """
 
     accumulated: int = 0
     root_unsharded: int = 0
     reduce_buffer: int = 0
+    all_reduced: int = 0
 
 
 def make_reduction(stage: Stage, states: Terms, buffers: Terms, accumulates: bool) -> Reduction:
@@ -208,14 +210,20 @@ class Fsdp2Reduction(Reduction):
             "unsharded_gradients": now if unit else 0,
             "root_gradients": state.root_unsharded + (0 if unit else now),
             "reduce_scatter_buffers": state.reduce_buffer,
+            "reduced_shards": state.all_reduced,
         }
 
     def after_unit(self, unit: str | None, state: GradientState, size: int) -> GradientState:
         """Return what has been made when a unit's backward has ended; the root's gradients wait."""
         if unit is None:
             return replace(state, root_unsharded=state.root_unsharded + size)
-        new = 0 if self.persistent_terms.get("gradients") else self._shard(unit)
-        return GradientState(state.accumulated + new, state.root_unsharded, self._buffer(unit))
+        added = bool(self.persistent_terms.get("gradients"))
+        new = 0 if added else self._shard(unit)
+        # What replicas summed is the gradient itself, unless it is cast or added to an earlier micro-batch's.
+        held = self._buffer(unit) // self.ranks if self.run.shard and (self._casts or added) else 0
+        return GradientState(
+            state.accumulated + new, state.root_unsharded, self._buffer(unit), state.all_reduced + held
+        )
 
     def reduction_terms(self, unit: str, state: GradientState, size: int) -> Terms:
         """Return what the reduce-scatter of a unit holds: its gradients and the buffer that they are copied into."""
@@ -223,18 +231,24 @@ class Fsdp2Reduction(Reduction):
 
     def cast_terms(self, unit: str, state: GradientState) -> Terms:
         """Return what the cast of a reduced shard holds: the buffer, the shard, and the shard in the dtype of the weights."""
-        if self.run.reduced_bytes == self.run.recipe.gradients:
+        if not self._casts:
             return {}
         return self._behind(unit, state, "reduced_shards", self._buffer(unit) // self.ranks + self._shard(unit))
+
+    @property
+    def _casts(self) -> bool:
+        """Whether a reduced shard is cast to the dtype of the weights, and is not the gradient itself."""
+        return self.run.reduced_bytes != self.run.recipe.gradients
 
     def _behind(self, unit: str, state: GradientState, name: str, size: int) -> Terms:
         terms = {
             **(self.held.get(("backward", unit, "release"), {}) if unit else {}),
             "gradients": state.accumulated,
-            name: size,
             "root_gradients": state.root_unsharded if unit else 0,
             "reduce_scatter_buffers": self._buffer(unit),
+            "reduced_shards": state.all_reduced,
         }
+        terms[name] = terms.get(name, 0) + size
         return {term: size for term, size in terms.items() if size}
 
     def _buffer(self, unit: str) -> int:
