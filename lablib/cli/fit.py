@@ -111,13 +111,14 @@ def fit_dict(spec: RunSpec, changes: list[Change], answers: list[Answer], fewest
 
 
 def _limits(run: RunConfig) -> list[str]:
-    from lablib.calc.layouts.planner import expert_limits
+    from lablib.calc.layouts.planner import FRAMEWORKS, expert_limits
 
     ranks = f"dp x cp={run.dp * run.cp}" if run.cp > 1 else f"dp={run.dp}"
     if run.etp is not None:
         ranks = f"tp x cp x dp={run.tp * run.cp * run.dp}"
     split = run.tp if run.etp is None else run.etp
-    return expert_limits(run.model, ep=run.ep, out_of=ranks, tp=split, imbalance=run.imbalance)
+    framework = FRAMEWORKS[run.implementation]
+    return expert_limits(run.model, framework, ep=run.ep, out_of=ranks, tp=split, imbalance=run.imbalance)
 
 
 def _layout(at: RunSpec | None) -> dict[str, object] | None:

@@ -29,7 +29,7 @@ from tests.evidence.planner.fitting import START, Row, fit_rates
 Ratios = Sequence[tuple[Run, float]]
 
 #: Each term of the time model, and what removes it: a field of `Fitted`, and the value at which it costs nothing.
-TERMS = {"overlap": 0.0, "product": 0.0, "hop": 0.0, "layer": 0.0, "step": 0.0, "network": 1.0, "memory": 1.0}
+TERMS = {"overlap": 0.0, "product": 0.0, "wide": 0.0, "layer": 0.0, "step": 0.0, "memory": 1.0}
 
 
 @dataclass(frozen=True)
@@ -96,37 +96,42 @@ def seconds_of(run: Run) -> float:
 def concordance(judged: Ratios) -> dict[str, tuple[float, int]]:
     """Return the share of pairs of one job that are predicted in their measured order, and the pairs, by source.
 
-    Two rows are of one job if model, GPUs, sequence and global batch agree; layouts, micro-batches and recomputation
-    differ.
+    Two rows are of one job if model, GPUs, sequence, global batch and precision agree; layouts, micro-batches and
+    recomputation differ. One layout that was measured twice, as in release after release, is no pair.
     """
-    jobs = defaultdict(list)
-    for run, ratio in judged:
-        seconds = seconds_of(run)
-        job = (run.paper, run.model.name, run.gpu, run.gpus, run.seq, run.global_batch)
-        jobs[job].append((seconds, ratio * seconds))
+    jobs = jobs_of(judged)
     right, pairs = defaultdict(int), defaultdict(int)
     for (source, *_), rows in jobs.items():
-        for i, (mine, predicted) in enumerate(rows):
-            for other, its in rows[:i]:
-                if mine != other:
+        for i, (mine, predicted, _) in enumerate(rows):
+            for other, its, _ in rows[:i]:
+                if mine != other and not math.isclose(predicted, its, rel_tol=1e-3):
                     pairs[source] += 1
                     right[source] += (mine < other) == (predicted < its)
     return {source: (right[source] / count, count) for source, count in pairs.items()}
 
 
-def first_choices(judged: Ratios, least: int = 5) -> list[dict[str, object]]:
-    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best."""
+def jobs_of(judged: Ratios) -> dict[tuple, list[tuple[float, float, Run]]]:
+    """Return measured seconds, predicted seconds and run of each row, by job."""
     jobs = defaultdict(list)
     for run, ratio in judged:
         seconds = seconds_of(run)
-        jobs[run.paper, run.model.name, run.gpus, run.seq, run.global_batch].append((ratio * seconds, seconds, run))
+        job = (run.paper, run.model.name, run.gpu, run.gpus, run.seq, run.global_batch, run.precision)
+        jobs[job].append((seconds, ratio * seconds, run))
+    return jobs
+
+
+def first_choices(judged: Ratios, least: int = 5) -> list[dict[str, object]]:
+    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best."""
     found = []
-    for (source, model, gpus, seq, batch), rows in jobs.items():
-        if len(rows) >= least:
-            chosen, best = min(rows, key=lambda row: row[0]), min(rows, key=lambda row: row[1])
+    for (source, model, _, gpus, seq, batch, _), rows in jobs_of(judged).items():
+        layouts = {
+            (run.tp, run.cp, run.pp, run.ep, run.virtual_stages, run.micro_batch, run.recompute) for *_, run in rows
+        }
+        if len(layouts) >= least:
+            chosen, best = min(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[0])
             found.append(
                 {"source": source, "model": model, "gpus": gpus, "seq": seq, "global_batch": batch,
-                 "layouts": len(rows), "loses": chosen[1] / best[1] - 1}
+                 "layouts": len(rows), "loses": chosen[0] / best[0] - 1}
             )  # fmt: skip
     return found
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -257,7 +257,7 @@ class Prediction:
 def workload_of_run(run: Run) -> Workload:
     """Return what a row trains and where.
 
-    Rows with cp are timed as gathers, which Llama 3's are; a ring moves each source's median by less than a percent.
+    Llama 3's rows with cp gather keys and values; Megatron-LM's default, and with it the others', is a ring.
     """
     return Workload(
         run.model,
@@ -267,8 +267,9 @@ def workload_of_run(run: Run) -> Workload:
         recipe(run.recipe),
         run.attention,
         run.sequence_parallel,
-        run.framework,
-        cp_way="gathered",
+        replace(run.framework, ep_hides=run.ep_hides, dispatch=run.dispatch, graphs=run.graphs),
+        cp_way="gathered" if run.paper == LLAMA3 else "ring",
+        precision=run.precision,
     )
 
 

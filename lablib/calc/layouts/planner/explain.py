@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lablib.calc.flops import ALL_PAIRS
 from lablib.calc.layouts.planner.layout import Layout
+from lablib.calc.layouts.planner.rates import Framework
 from lablib.calc.layouts.planner.search import Candidate, Plan
 from lablib.calc.layouts.planner.time import Workload
 from lablib.calc.models import ModelConfig
@@ -100,7 +101,12 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
     """Return what is taken for granted about a layout, one sentence each."""
     found = [
         *expert_limits(
-            load.model, ep=layout.ep, out_of=_out_of(layout), tp=layout.expert_split, imbalance=load.uneven(layout)
+            load.model,
+            load.framework,
+            ep=layout.ep,
+            out_of=_out_of(layout),
+            tp=layout.expert_split,
+            imbalance=load.uneven(layout),
         ),
         *_replicas(layout),
         *_overlap(layout),
@@ -108,14 +114,13 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
     ]
     if layout.cp > 1:
         found.append(f"cp={layout.cp}: {_CP_WAYS[load.cp_way]}; every rank attends to as many pairs.")
-    card = load.cluster.gpu
     found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
     if load.recipe.activation == 4:
         found.append("Products of fp32 are timed at the rate without TF32, and fused attention as a share of that.")
     found += missing_units(load)
-    if "fp8" in card.flops and load.recipe.activation == 2:
+    if load.precision:
         found.append(
-            f"Products run in {'bf16' if 'bf16' in card.flops else 'fp16'}: FP8, which {card.name} has, is not modelled."
+            f"Memory is counted as for {load.recipe.name}: {load.precision.upper()} copies of weights and inputs are not."
         )
     if load.cluster.nodes > 1:
         found.append(
@@ -156,7 +161,7 @@ def model_limits(model: ModelConfig, seq: int) -> list[str]:
 #: What the planner takes for each way, and how the others differ.
 _CP_WAYS = {
     "gathered": "keys and values of the whole sequence are gathered before attention, and nothing hides it",
-    "ring": "keys and values travel behind attention; merging partial results takes no time",
+    "ring": "keys and values travel behind attention, and partial results are merged in fp32",
     "ulysses": "queries, keys, values and outputs are exchanged, and nothing hides it",
 }
 
@@ -168,10 +173,13 @@ def _out_of(layout: Layout) -> str:
     return f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp}"
 
 
-def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int, imbalance: float = 1.0) -> list[str]:
+def expert_limits(
+    model: ModelConfig, framework: Framework, *, ep: int, out_of: str, tp: int, imbalance: float = 1.0
+) -> list[str]:
     """Return what is taken for granted about the experts of a model; nothing where it has none.
 
     Args:
+        framework: How it sends tokens to their experts.
         out_of: The ranks that ep is taken from, as text: "dp=8".
         tp: Ranks that split one expert.
         imbalance: Tokens of the busiest rank's experts over the mean.
@@ -189,13 +197,13 @@ def expert_limits(model: ModelConfig, *, ep: int, out_of: str, tp: int, imbalanc
         return found
     split = f", and an expert is split over {tp} ranks" if tp > 1 else ""
     found.append(f"ep={ep} is taken out of {out_of}{split}; experts split over other numbers are not searched.")
-    text = (
-        f"Every one of a token's {model.experts_per_token} copies is sent to its expert and back, and no computation "
-    )
-    text += "hides it"
-    if model.router is not None and model.router.groups > 1:
-        groups = f"{model.router.group_topk} of {model.router.groups} groups"
-        text += f"; {model.name} limits a token to {groups}, which sends less"
+    if framework.dispatch == "node":
+        text = "A token is sent once to each node with one of its experts, and back"
+        if model.router is not None and model.router.groups > 1:
+            text += f"; it chooses from {model.router.group_topk} of {model.router.groups} groups"
+    else:
+        text = f"Every one of a token's {model.experts_per_token} copies is sent to its expert and back"
+    text += "; another micro-batch's computing hides it" if framework.ep_hides else ", and no computation hides it"
     return [*found, text + "."]
 
 

@@ -239,15 +239,19 @@ class Cluster:
             return self._inside(size * stride).among(size)
         # A group whose span does not divide the node straddles two nodes somewhere: tp=6 in nodes of 8 leaves 2 of its
         # ranks in one of them, and what crosses goes over their cards.
-        together = max(1, gcd(size * stride, self.gpus_per_node) // stride)
+        together = self.neighbours(size, stride)
         inside = self._inside(together * stride).among(together) if together > 1 else self.intra
         return min(inside, (together if self.rails else 1) * self.inter)
+
+    def neighbours(self, size: int, stride: int = 1) -> int:
+        """Return how many ranks of a group sit in one node, where they are fewest."""
+        return size if self._in_a_node(size, stride) else max(1, gcd(size * stride, self.gpus_per_node) // stride)
 
     def exchange(self, size: int, stride: int = 1) -> float:
         """Return the bytes per second at which a rank of an all-to-all sends, to ranks of its node and out of it at once."""
         if size == 1 or self._in_a_node(size, stride):
             return self.bandwidth(size, stride)
-        near = max(1, gcd(size * stride, self.gpus_per_node) // stride)
+        near = self.neighbours(size, stride)
         out = self.inter * (size - 1) / (size - near)
         return min(out, self._inside(near * stride).among(near) * (size - 1) / (near - 1)) if near > 1 else out
 

@@ -3,8 +3,7 @@
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
     FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
-A share is of what large matrix products reach on the GPU (`Accelerator.achievable`), of the memory's bandwidth or of a
-link's. Seconds are what does not shrink with the work.
+A share is of what large matrix products reach on the GPU (`Accelerator.achievable`) or of the memory's bandwidth. Seconds are what does not shrink with the work.
 """
 
 from __future__ import annotations
@@ -38,6 +37,9 @@ class Framework:
         dp_hides: Whether gradients are sent behind the last backward, and not after it.
         tp_hides: Whether products are cut into pieces that hide tensor-parallel collectives.
         pp_hides: Whether the sends of interleaved stages hide.
+        ep_hides: Whether the experts' all-to-all of one micro-batch hides behind the computing of another.
+        dispatch: "all" sends every copy of a token on its own, "node" once to each node with one of its experts.
+        graphs: What CUDA graphs replay, so that the host issues it at once: "step", "layer", or "" for nothing.
     """
 
     attention: str = "flash-2"
@@ -46,18 +48,22 @@ class Framework:
     dp_hides: bool = True
     tp_hides: bool = False
     pp_hides: bool = False
+    ep_hides: bool = False
+    dispatch: str = "all"
+    graphs: str = ""
 
 
 #: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, torchtitan compiles its
 #: blocks; PyTorch's recomputation stops early (torch.utils.checkpoint, early_stop) and its SDPA takes FlashAttention-2.
 #: Megatron-Core has Transformer Engine's attention, sends gradients behind backward with --overlap-grad-reduce and
-#: stages' tensors behind computing where they are interleaved.
+#: stages' tensors behind computing where they are interleaved. Experts of the first and of the last are those of
+#: Megatron Bridge's recipes since 25.11: DeepEP's or HybridEP's dispatch, hidden by 1F1B's other micro-batch.
 FRAMEWORKS = {
-    "paper": Framework(),
+    "paper": Framework(ep_hides=True, dispatch="node"),
     "toy": Framework(kernels="eager", stops_early=True),
     "hf": Framework(kernels="eager", stops_early=True),
     "torchtitan": Framework(stops_early=True),
-    "megatron": Framework(attention="transformer-engine", pp_hides=True),
+    "megatron": Framework(attention="transformer-engine", pp_hides=True, ep_hides=True, dispatch="node"),
 }
 FRAMEWORKS["megatron-te-loss"] = FRAMEWORKS["megatron"]
 
@@ -68,23 +74,23 @@ class Rates:
 
     Attributes:
         matmul: Share of the rate of large matrix products.
+        fp8: The same of products in FP8 or MXFP8, of FP8's rate; None where no run says.
+        wide: Part of a product's time that each doubling of the stream's width beyond `WIDE` saves.
         attention: Share of the GPU's peak that fused attention reaches, counting the unmasked half of the scores.
         memory: Share of the memory's bandwidth that kernels between the products reach.
-        network: Share of a link's bandwidth.
         overlap: Seconds that a second of hidden communication still costs: both want the same multiprocessors.
         product: Seconds of a matrix product in which the GPU is not full: its launch, first and last tiles.
-        hop: Seconds of one step of a message along the tree of its ranks, beside its bytes.
         layer: Seconds that the host needs to issue a layer's forward pass.
         step: Seconds that each doubling of the nodes adds to a step, whatever the layout: waiting for the slowest.
     """
 
     matmul: float = 1.0
+    fp8: float | None = 1.0
+    wide: float = 0.0
     attention: float = 1.0
     memory: float = 1.0
-    network: float = 1.0
     overlap: float = 0.0
     product: float = 0.0
-    hop: float = 0.0
     layer: float = 0.0
     step: float = 0.0
 
@@ -95,6 +101,7 @@ class Fitted:
 
     Attributes:
         matmul: By generation.
+        fp8: By generation and precision, "fp8" or "mxfp8".
         attention: By generation and kernel.
         memory: By how the kernels between the products are written, one of `KERNELS`.
         published: Kernels whose share is their authors' own measurement, and not fitted.
@@ -102,16 +109,16 @@ class Fitted:
 
     published = (("a100", "flash-2"), ("h100", "flash-2"))
     matmul: dict[str, float]
+    fp8: dict[tuple[str, str], float]
+    wide: float
     attention: dict[tuple[str, str], float]
     memory: dict[str, float]
-    network: float
     overlap: float
     product: float
-    hop: float
     layer: float
     step: float
 
-    def rates(self, name: str, framework: Framework = FRAMEWORKS["paper"]) -> Rates:
+    def rates(self, name: str, framework: Framework = FRAMEWORKS["paper"], precision: str = "") -> Rates:
         """Return the constants of one job.
 
         A kernel that was not measured on a generation counts as the fastest that was.
@@ -120,12 +127,12 @@ class Fitted:
         measured = {kernel: share for (card, kernel), share in self.attention.items() if card == name}
         return Rates(
             matmul=self.matmul[name],
+            fp8=self.fp8.get((name, precision)),
+            wide=self.wide,
             attention=measured.get(framework.attention, max(measured.values())),
             memory=self.memory[framework.kernels],
-            network=self.network,
             overlap=self.overlap,
             product=self.product,
-            hop=self.hop,
             layer=self.layer,
             step=self.step,
         )
@@ -135,20 +142,20 @@ class Fitted:
 #: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
 #: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
 FITTED = Fitted(
-    matmul={"a100": 0.8577, "h100": 0.9346, "b200": 0.5903},
+    matmul={"a100": 0.8166, "h100": 0.8836, "b200": 0.5560},
+    fp8={("h100", "fp8"): 0.9388, ("b200", "fp8"): 0.7916, ("b200", "mxfp8"): 0.8110},
+    wide=0.03692,
     attention={
         ("a100", "flash-2"): 0.58,
         ("h100", "flash-2"): 0.30,
-        ("a100", "triton"): 0.3220,
-        ("h100", "triton"): 0.1623,
-        ("h100", "transformer-engine"): 0.5951,
-        ("b200", "transformer-engine"): 0.3885,
+        ("a100", "triton"): 0.3308,
+        ("h100", "triton"): 0.1755,
+        ("h100", "transformer-engine"): 0.4956,
+        ("b200", "transformer-engine"): 0.4089,
     },
-    memory={"fused": 0.9248, "eager": 0.7050},
-    network=0.8203,
-    overlap=0.4814,
-    product=40.05e-6,
-    hop=22.62e-6,
-    layer=933.5e-6,
-    step=14.00e-3,
+    memory={"fused": 0.9044, "eager": 0.7531},
+    overlap=0.6328,
+    product=47.45e-6,
+    layer=930.5e-6,
+    step=10.63e-3,
 )

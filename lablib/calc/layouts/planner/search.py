@@ -33,7 +33,7 @@ from lablib.calc.layouts.planner.calibration import Likeness, like_this
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
-from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, generation
 from lablib.calc.layouts.planner.time import Workload, host_seconds, product_peak, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
@@ -42,6 +42,7 @@ from lablib.calc.precision import Optimizer, Recipe, recipe
 from lablib.calc.schedules import SCHEDULES, chunk_layers, schedule_names
 
 MAX_MICRO_BATCH = 16
+PRECISIONS = ("fp8", "mxfp8")  # of products, beside the dtypes of states that a recipe names
 NEAREST = 8  # shapes that do not fit of which the peak is computed
 
 Sharding = tuple[int, int | None]  # ZeRO's stage, and the ranks of a copy, None for all
@@ -281,9 +282,7 @@ class Plan:
 
     def mfu(self, candidate: Candidate, *, causal: bool = False) -> float:
         """Return model FLOPs utilization as `lablib.calc.flops.mfu`; with `causal` only what a causal mask leaves counts."""
-        return (
-            self.tflops(candidate, causal=causal) * 1e12 / product_peak(self.cluster.gpu, self.load.recipe.activation)
-        )
+        return self.tflops(candidate, causal=causal) * 1e12 / self.load.peak
 
 
 def plan(
@@ -321,7 +320,8 @@ def plan(
         intra: The same inside a node; None means the accelerator's own.
         rails: Whether a group uses the cards of all its ranks in a node together.
         nics_per_node: Network cards that the devices of a node share; None means one for each.
-        recipe_: Dtypes of the states; None means those of `counting`.
+        recipe_: Dtypes of the states; None means those of `counting`. "fp8" and "mxfp8" are the states of mixed-bf16 with
+            the layers' products in FP8 or MXFP8, where measured runs say how fast these are.
         reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
@@ -337,7 +337,10 @@ def plan(
     machine = cluster(
         gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails, nics_per_node=nics_per_node
     )
-    dtypes = recipe(counting.recipe if recipe_ is None else recipe_)
+    precision = recipe_ if recipe_ in PRECISIONS else ""
+    if precision:
+        _check_precision(machine.gpu, precision, fitted)
+    dtypes = recipe("mixed-bf16" if precision else counting.recipe if recipe_ is None else recipe_)
     if dtypes.casts:
         raise ValueError(f"recipe {dtypes.name!r} keeps casts of its weights, which the planner does not count")
     # Hugging Face's plan and our transformer leave the stream whole.
@@ -356,8 +359,9 @@ def plan(
             f"{training}: the file for {counting.framework} trains all weights with AdamW on the GPU; plan without it"
         )
     load = Workload(
-        config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way, training
-    )
+        config, machine, length, global_batch, dtypes, attention, sequence_parallel, how, imbalance, way, training,
+        precision,
+    )  # fmt: skip
     host_seconds(load, Layout(dp=gpus))  # a GPU without a link to its CPU is refused here
     capacity = machine.gpu.usable_bytes - reserve
     found = search(load, fixed, capacity, counting)
@@ -368,15 +372,21 @@ def plan(
 
 def _refuse_unmodelled(recipe: object, schedule: object) -> None:
     """Raise a ValueError for what is known elsewhere in lablib and not to the planner."""
-    if "fp8" in str(recipe).lower() or "fp4" in str(recipe).lower():
-        raise ValueError(
-            f"recipe {recipe!r}: the planner models no FP8 or FP4; plan with mixed-bf16, and see chapter 08"
-        )
+    if recipe not in PRECISIONS and any(name in str(recipe).lower() for name in ("fp8", "fp4")):
+        raise ValueError(f"recipe {recipe!r}: the planner has rates of {' and '.join(PRECISIONS)}; see chapter 08")
     if schedule in schedule_names() and schedule not in SCHEDULES:
         why = " nor its second copy of the weights" if "dualpipe" in str(schedule) else ""
         raise ValueError(
             f"schedule={schedule!r}: the planner models {', '.join(SCHEDULES)}, and not the bubble of this one{why}; "
             f"`rung schedule {schedule}` draws it"
+        )
+
+
+def _check_precision(gpu: Accelerator, precision: str, fitted: Fitted) -> None:
+    if (generation(gpu), precision) not in fitted.fp8 or "fp8" not in gpu.flops:
+        known = ", ".join(f"{name} on {card}" for card, name in fitted.fp8)
+        raise ValueError(
+            f"recipe {precision!r}: no measured run says how fast {gpu.name} is in it; known are {known}. Plan with mixed-bf16"
         )
 
 

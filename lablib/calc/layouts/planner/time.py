@@ -4,12 +4,13 @@
 of it by the constants of `rates`. Chapter 07 has the equations. Memory-bound kernels count their reads and writes: a norm
 2 accesses a value, dropout with residual 3, unfused scores 6 and a mask; their backward 3 for every 2.
 
-Left out: oversubscribed switches, memory so full that the allocator frees and asks again, and that a copy of a token can
-travel once to a node (DeepSeek-V3, arXiv 2412.19437).
+Left out: oversubscribed switches, memory so full that the allocator frees and asks again, and the time of a message
+beside its bytes, which earns nothing on measured runs.
 
 Sources: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2, for the gather that hides in backward, so that sequence
 parallelism counts 8bsh(t-1)/t a layer and not 10; Dao 2023 (arXiv 2307.08691) for fused attention's 5 products in backward
-for 2; Megatron-Core's `MoEAlltoAllTokenDispatcher` for what experts send.
+for 2; Megatron-Core's `MoEAlltoAllTokenDispatcher` for what experts send, and DeepSeek-V3 (arXiv 2412.19437), section
+3.2.2, for dispatch that goes once to a node; chapter 12 for what a ring's merges read and write.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from lablib.calc.hardware import LINKS, Accelerator
 from lablib.calc.layouts.planner.layout import Cluster, Layout, Training
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors
-from lablib.calc.parallel import CPU_ADAM_BYTES
+from lablib.calc.parallel import CPU_ADAM_BYTES, routed_bytes
 from lablib.calc.params import attention_matrices
 from lablib.calc.precision import Recipe, recipe
 from lablib.calc.schedules import stage_layers
 
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
+MERGE_BYTES = 10  # of a value that a ring adds: the part is read in 2 bytes, the sum read and written in 4
+WIDE = 4096  # width of the stream beyond which products reach a larger share of the peak
+CAST_BYTES = {"fp8": 3, "mxfp8": 4}  # a value is read in bf16 and written in FP8; MXFP8 writes rows and columns
 
 
 class Work(NamedTuple):
@@ -42,22 +46,25 @@ class Work(NamedTuple):
 
     Attributes:
         matmul: Seconds of matrix products at the rate that large ones reach.
+        fp8: Seconds of those that run in FP8, at FP8's rate.
+        wider: Seconds of `matmul` times log2 of the stream's width over `WIDE`, where it is wider.
         attention: Seconds of fused attention at the peak.
         memory: Seconds of kernels that are limited by memory.
         tp: Seconds of tensor-parallel collectives at the rate of the link; cp and ep likewise.
-        products: Matrix products, counted: each has a start and an end in which the GPU is not full.
-        hops: Steps of these collectives' messages along their trees, one after the other.
+        products: Matrix products, counted: each has a start and an end in which the GPU is not full. Those of the experts
+            that a rank holds count one by one: a grouped kernel works through them.
         layers: Forward passes of a layer that the host has to issue; a backward counts as two.
     """
 
     matmul: float = 0.0
+    fp8: float = 0.0
+    wider: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
     products: float = 0.0
-    hops: float = 0.0
     layers: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -85,6 +92,8 @@ class MicroBatch:
         value: Bytes of an activation and of a weight.
         gradient: Bytes of a weight's gradient where it is added up.
         stops_early: Whether recomputation stops behind the last tensor that backward needs.
+        precision: Of a layer's products: "fp8", "mxfp8", or "" for that of the values.
+        dispatch: How tokens reach their experts; see `Framework`.
     """
 
     size: int
@@ -99,6 +108,8 @@ class MicroBatch:
     stops_early: bool = False
     imbalance: float = 1.0
     cp_way: str = "ring"
+    precision: str = ""
+    dispatch: str = "all"
 
     @property
     def tokens(self) -> float:
@@ -130,15 +141,15 @@ def layer_work(
     else:
         kernel = Work(matmul=scores / rate, memory=square * tokens * seq * model.num_heads / tp / hbm, products=2)
     weights = _local_weights(model, experts, layout)
-    operands = _operand_bytes(model, batch, experts)
-    matrices = Work(matmul=dense / rate, memory=operands * tokens / hbm, products=_products(model, experts))
+    matrices = Work(
+        memory=_operand_bytes(model, batch, experts) * tokens / hbm,
+        products=_products(model, experts, model.num_experts // layout.ep if experts else 0),
+        **_product_seconds(model, cluster, batch, dense),
+    )
     between = Work(memory=flat * tokens / hbm)
     # Two all-reduces, as gathers and scatters; behind a router only shared experts take part in the second.
     halves = 4 if not experts or model.num_shared_experts else 2
-    sent = Work(
-        tp=halves * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp),
-        hops=halves * log2(tp),  # each all-reduce goes up a tree and down
-    )
+    sent = Work(tp=halves * tokens * model.hidden * value * (tp - 1) / tp / cluster.bandwidth(tp))
     if experts:
         sent = sent + _expert_messages(model, cluster, batch, layout)
     context, context_back = _context_messages(model, cluster, batch)
@@ -171,21 +182,29 @@ def head_work(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> Passes
     sent = value * tokens * model.hidden * (tp - 1) / tp / cluster.bandwidth(tp)
     loss += value * tokens * (model.hidden + vocab)
     return Passes(
-        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent, products=1, hops=log2(tp)),
+        Work(matmul=product, memory=(loss + value * weights) / hbm, tp=sent, products=1),
         Work(
             matmul=2 * product,
             memory=(BACKWARD_BYTES * loss + (value + 2 * gradient) * weights) / hbm,
             tp=sent,
             products=2,
-            hops=log2(tp),
         ),
     )
 
 
-def _products(model: ModelConfig, experts: bool) -> int:
-    """Matrix products of a layer's forward pass: q, k and v are one, gate and up too, all experts together (grouped)."""
-    mlp = 2 + (1 + 2 * bool(model.num_shared_experts) if experts else 0)
+def _products(model: ModelConfig, experts: bool, held: int) -> int:
+    """Matrix products of a layer's forward pass: q, k and v are one, gate and up too; two for each expert that is held."""
+    mlp = 1 + 2 * bool(model.num_shared_experts) + 2 * held if experts else 2
     return 2 + (3 if model.is_mla else 0) + mlp
+
+
+def _product_seconds(model: ModelConfig, cluster: Cluster, batch: MicroBatch, flops: float) -> dict[str, float]:
+    """Seconds of a layer's products by the fields of `Work`."""
+    share = cluster.achievable
+    if batch.precision:
+        return {"fp8": flops / (cluster.gpu.peak("fp8") * share)}
+    seconds = flops / (product_peak(cluster.gpu, batch.value) * share)
+    return {"matmul": seconds, "wider": seconds * max(0.0, log2(model.hidden / WIDE))}
 
 
 def product_peak(gpu: Accelerator, value: int) -> float:
@@ -249,7 +268,10 @@ def _operand_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> floa
     width = _mlp_width(model, experts)
     latents = model.q_lora_rank + model.kv_lora_rank
     split = model.q_width + 2 * model.kv_width + model.attn_width + (3 if model.gated_mlp else 2) * width
-    return batch.value * (4 * model.hidden + 2 * latents + split / batch.tp)
+    operands = batch.value * (4 * model.hidden + 2 * latents + split / batch.tp)
+    if batch.precision:  # the inputs of the four are cast
+        operands += CAST_BYTES[batch.precision] * (2 * model.hidden + (model.attn_width + width) / batch.tp)
+    return operands
 
 
 def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -> tuple[Work, Work]:
@@ -260,24 +282,45 @@ def _context_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch) -
     latents = model.kv_lora_rank + model.qk_rope_head_dim
     keys = tokens * (latents if model.is_mla else 2 * model.kv_width / batch.tp) * seconds
     if batch.cp_way == "gathered":
-        return Work(cp=keys, hops=log2(cp)), Work(cp=keys, hops=log2(cp))
+        return Work(cp=keys), Work(cp=keys)
     if batch.cp_way == "ring":
-        return Work(cp=keys, hops=cp - 1), Work(cp=2 * keys, hops=2 * (cp - 1))
+        # Outputs are merged forward; backward adds gradients of queries, and of keys and values as they go round.
+        added = (cp - 1) * batch.tokens * MERGE_BYTES / batch.tp / cluster.gpu.memory_bandwidth
+        back = model.q_width + 2 * model.kv_width
+        return Work(cp=keys, memory=added * model.attn_width), Work(cp=2 * keys, memory=added * back)
     width = model.q_width + model.attn_width + 2 * model.kv_width
     sent = tokens * width / batch.tp / cp * (cp - 1) / cp
-    exchanged = Work(cp=sent / cluster.exchange(cp, batch.tp), hops=4 * log2(cp))
+    exchanged = Work(cp=sent / cluster.exchange(cp, batch.tp))
     return exchanged, exchanged
 
 
 def _expert_messages(model: ModelConfig, cluster: Cluster, batch: MicroBatch, layout: Layout) -> Work:
-    """Copies of tokens to the busiest rank and back over ep; over etp, a gather of what came and a scatter of results."""
+    """Tokens to the busiest rank's experts and back over ep; over etp, a gather of what came and a scatter of results."""
     ep, etp = layout.ep, layout.expert_split
-    copies = batch.imbalance * batch.tokens / batch.tp * model.experts_per_token * model.hidden * batch.value
-    return Work(
-        ep=2 * copies * (ep - 1) / ep / cluster.exchange(ep, etp),
-        tp=2 * copies * (etp - 1) / cluster.bandwidth(etp),
-        hops=2 * log2(ep) + 2 * log2(etp),
-    )
+    tokens = batch.imbalance * batch.tokens / batch.tp
+    copies = tokens * model.experts_per_token * model.hidden * batch.value
+    if batch.dispatch == "node":
+        seconds = tokens * _once_per_node(model, cluster, ep, etp, batch.value)
+    else:
+        seconds = 2 * copies * (ep - 1) / ep / cluster.exchange(ep, etp)
+    return Work(ep=seconds, tp=2 * copies * (etp - 1) / cluster.bandwidth(etp))
+
+
+def _once_per_node(model: ModelConfig, cluster: Cluster, ep: int, etp: int, value: int) -> float:
+    """Seconds of a token's way to its experts and back where it crosses once to each node: the slower of the two links."""
+    near = cluster.neighbours(ep, etp)
+    nodes, router = ep // near, model.router
+    limit = nodes
+    if (
+        router is not None and router.groups > 1
+    ):  # groups of experts that a token may choose from; a node has one or several
+        limit = min(nodes, router.group_topk * max(1, nodes // router.groups))
+    sent = routed_bytes(
+        1, model.hidden, num_experts=model.num_experts, experts_per_token=model.experts_per_token, ep=ep,
+        ranks_per_node=near, way="node", node_limit=limit, value=value,
+    )  # fmt: skip
+    across = sent.across / cluster.inter if nodes > 1 else 0.0
+    return max(sent.inside / cluster.bandwidth(near, etp), across) / 2  # forward or backward
 
 
 @dataclass(frozen=True)
@@ -294,11 +337,8 @@ class StepWork:
 
     Attributes:
         send: Seconds of one micro-batch's sends of a stage, both ways, at the link's full rate.
-        sends: How many these are.
         scatter: Seconds of a reduce-scatter of a stage's gradients at full rate, and of what replicas of it send.
         gather: Seconds of an all-gather of a stage's weights at full rate.
-        hops: Steps along trees of one such collective over all units of a stage.
-        replica_hops: Those of the all-reduce between replicas of a sharded model.
         optimizer: Seconds of the optimizer's memory traffic at full rate.
         host: Seconds that states on the CPU take.
         doublings: How often one node was doubled to have the cluster's.
@@ -309,11 +349,8 @@ class StepWork:
     micro_batches: int
     chunks: int = 1
     send: float = 0.0
-    sends: int = 0
     scatter: float = 0.0
     gather: float = 0.0
-    hops: float = 0.0
-    replica_hops: float = 0.0
     zero: int = 0
     optimizer: float = 0.0
     host: float = 0.0
@@ -322,40 +359,54 @@ class StepWork:
     tp_hides: bool = False
     pp_hides: bool = False
     cp_hides: bool = False
+    ep_hides: bool = False
+    host_waits: bool = True
 
 
-def pass_seconds(work: Work, rates: Rates, *, tp_hides: bool = False, cp_hides: bool = False) -> dict[str, float]:
+def pass_seconds(
+    work: Work,
+    rates: Rates,
+    *,
+    tp_hides: bool = False,
+    cp_hides: bool = False,
+    ep_hides: bool = False,
+    host_waits: bool = True,
+) -> dict[str, float]:
     """Return the seconds of a forward or backward pass by part."""
+    products = (work.matmul - rates.wide * work.wider) / rates.matmul
+    if work.fp8:
+        products += work.fp8 / rates.fp8
     seconds = {
-        "matmul": work.matmul / rates.matmul,
+        "matmul": products,
         "attention": work.attention / rates.attention,
         "memory": work.memory / rates.memory,
-        "tp": work.tp / rates.network,
-        "cp": work.cp / rates.network,
-        "ep": work.ep / rates.network,
+        "tp": work.tp,
+        "cp": work.cp,
+        "ep": work.ep,
     }
     if tp_hides:
         seconds["tp"] = _added(seconds["tp"], seconds["matmul"], rates)
     if cp_hides:
         seconds["cp"] = _added(seconds["cp"], seconds["attention"], rates)
-    latency = work.products * rates.product + work.hops * rates.hop
-    # The host issues kernels ahead of the GPU; where they are short the GPU waits for it.
-    waits = max(0.0, work.layers * rates.layer - sum(seconds.values()) - latency)
-    seconds["latency"] = latency + waits
+    if ep_hides:  # another micro-batch computes meanwhile
+        seconds["ep"] = _added(seconds["ep"], products + seconds["attention"] + seconds["memory"], rates)
+    seconds["latency"] = work.products * rates.product
+    if host_waits:
+        # The host issues kernels ahead of the GPU; where they are short the GPU waits for it.
+        seconds["latency"] += max(0.0, work.layers * rates.layer - sum(seconds.values()))
     return seconds
 
 
 def step_time(job: StepWork, rates: Rates) -> dict[str, float]:
     """Return the seconds of a step by part; they sum to the step."""
-    send = job.send / rates.network + job.sends * rates.hop
+    hides = {
+        "tp_hides": job.tp_hides, "cp_hides": job.cp_hides, "ep_hides": job.ep_hides, "host_waits": job.host_waits
+    }  # fmt: skip
     longest, others, slowest = -1.0, 0.0, None
     for stage in job.stages:
-        forward, backward = (
-            pass_seconds(work, rates, tp_hides=job.tp_hides, cp_hides=job.cp_hides)
-            for work in (stage.work.forward, stage.work.backward)
-        )
+        forward, backward = (pass_seconds(work, rates, **hides) for work in (stage.work.forward, stage.work.backward))
         each = sum(forward.values()) + sum(backward.values())
-        each += _added(send, each, rates) if job.pp_hides else send
+        each += _added(job.send, each, rates) if job.pp_hides else job.send
         others += stage.count * each
         if each > longest:
             longest, slowest = each, (forward, backward)
@@ -381,11 +432,7 @@ def _added(sending: float, computing: float, rates: Rates) -> float:
 
 def _exposed(job: StepWork, forward: float, backward: float, rates: Rates) -> tuple[float, float]:
     """Seconds that data parallelism adds: once a step, and in every micro-batch."""
-    around = job.hops * rates.hop
-    scatter, gather = job.scatter / rates.network + around, job.gather / rates.network + around
-    scatter += job.replica_hops * rates.hop
-    if job.zero == 0:
-        scatter, gather = scatter + around, 0.0
+    scatter, gather = job.scatter, job.gather
     if not job.dp_hides:
         return scatter + gather, 0.0
     if job.zero == 3:
@@ -424,6 +471,7 @@ class Workload:
 
     Attributes:
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even.
+        precision: Of the layers' products: "fp8", "mxfp8", or "" for that of the recipe; the head stays in the recipe's.
         cache: What `cached_by` remembers.
     """
 
@@ -438,6 +486,7 @@ class Workload:
     imbalance: float = 1.0
     cp_way: str = "ring"
     training: Training = field(default_factory=Training)
+    precision: str = ""
     cache: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -445,9 +494,20 @@ class Workload:
         """Whether the model trains with dropout: GPT-2 and GPT-3 shapes do, as `activations` assumes."""
         return self.model.family == "gpt2"
 
+    @property
+    def peak(self) -> float:
+        """FLOP/s that MFU is a share of: FP8's where the layers' products run in FP8."""
+        gpu = self.cluster.gpu
+        return gpu.peak("fp8") if self.precision else product_peak(gpu, self.recipe.activation)
+
+    @property
+    def dtypes(self) -> str:
+        """The recipe's name, and what the products run in if it is another."""
+        return f"{self.recipe.name}, products in {self.precision.upper()}" if self.precision else self.recipe.name
+
     def rates(self, fitted: Fitted = FITTED) -> Rates:
         """Return the constants of this job."""
-        return fitted.rates(generation(self.cluster.gpu), self.framework)
+        return fitted.rates(generation(self.cluster.gpu), self.framework, self.precision)
 
     def uneven(self, layout: Layout) -> float:
         """Return the load of the busiest rank over the mean: one rank of ep gets at most all copies, each token once."""
@@ -471,6 +531,8 @@ class Workload:
             stops_early=self.framework.stops_early,
             imbalance=self.uneven(layout),
             cp_way=self.cp_way,
+            precision=self.precision,
+            dispatch=self.framework.dispatch,
         )
         first, last = (
             layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
@@ -537,18 +599,14 @@ class Workload:
         tokens = layout.micro_batch * self.seq / layout.cp
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
-        units = -(-self.model.num_layers // layout.pp) + 1
         link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
         return StepWork(
             stages=stages,
             micro_batches=layout.num_microbatches(self.global_batch),
             chunks=layout.virtual_stages,
             send=cut * tokens * self.model.hidden * self.recipe.activation / split / link,
-            sends=cut,
             scatter=scatter,
             gather=gather,
-            hops=log2(layout.shards) * units,
-            replica_hops=2 * log2(layout.dp * layout.cp // layout.shards) * units,
             zero=layout.zero,
             optimizer=optimizer if self.training.offload == "none" else 0.0,
             host=host_seconds(self, layout),
@@ -557,6 +615,8 @@ class Workload:
             tp_hides=self.framework.tp_hides,
             pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
             cp_hides=self.cp_way == "ring",
+            ep_hides=self.framework.ep_hides,
+            host_waits=not self.framework.graphs,
         )
 
     @cached_by("pp", "virtual_stages")
