@@ -6,7 +6,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from tests.built_site import CHAPTERS, LABS, MAP, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, SITE, parsed, source
+from tests.built_site import CHAPTERS, LABS, MAP, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, ROOT, SITE, parsed, source
 
 pytestmark = pytest.mark.site
 
@@ -42,6 +42,63 @@ def test_numbers_are_written_for_readers(page):
     ]
     assert long == []
     assert not re.findall(r"np\.float\d+\([^)]*\)|\btensor\(|\bnan\b", text)
+
+
+#: Shares by the words before them, "…" for a number: (the part, the whole), worked by hand in the same passes.
+F, NIC, S, H = 140e12, 25e9, 131_072, 16_384  # what an A100 reaches; bytes/s; Llama 3 405B's long sequence and width
+LAYER_8B = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4 * 8192 * 4096  # FLOPs a token, forward
+STEP_8B = 3 * (32 * LAYER_8B + 2 * 4096 * 128_256)
+STEP_GPT3 = 3 * (96 * (24 * 12288**2 + 4 * 2048 * 12288) + 2 * 12288 * 50_257)
+LAYER_405B = 2 * S * (2 * H**2 + 2 * H * 1024 + 3 * H * 53_248) + 4 * H * S * (S + 1) / 2
+SHARES = {
+    "scaling_laws": {
+        "8,192 tokens they are": (12 * 32 * 8192 * 4096, 6 * 8.03e9),
+        "and not the look-up, is": (12 * 32 * 8192 * 4096 - 6 * 128_256 * 4096, 6 * 8.03e9),
+    },
+    "map_of_parallelism": {"Twice the cost buys": (1 / (0.02 + 0.98 / 128) - 1 / (0.02 + 0.98 / 64), 1 / (0.02 + 0.98 / 64))},
+    "02_data_parallelism": {
+        "tokens per rank,": (2 * F / (6 * 174.6e9), 2048),
+        "ranks it grows by": (63 / 64 - 7 / 8, 7 / 8),
+        # Computation, 6 T FLOPs a parameter, and in the place of backward's 4 T what is sent: 2 * 15/16 * 2 bytes.
+        "has an efficiency of": (6 * 2048 / F, 2 * 2048 / F + 3.75 / 1.25e9),
+    },
+    "05_zero": {"times its computation, so": (15 / 16 * F / NIC - 2048, 15 / 16 * F / NIC)},
+    "09_activation_checkpointing": {
+        ", of which": (5 * 96 * 2048, 34 * 12288 + 5 * 96 * 2048),
+        "The paper prints": (12 * 96 * 2048 * 12288, STEP_GPT3),
+        "PyTorch's early stop takes": (2 * 14336 * 4096, LAYER_8B),
+        "fused kernel it drops": (4 * 32, 12 * 4096 + 4 * 1024 + 4 * 32 + 8 * 14336),
+        "it drops …% of the bytes for": (4 * 32 * 8192 * 4096, STEP_8B),
+        "The scores are": (5 * 25 * 1024, 34 * 1600 + 5 * 25 * 1024),
+    },
+    "11_practical_fsdp": {"same memory and": (70, 125), "… of … are": (148, 419)},
+    "12_context_parallelism": {
+        "ms of compute:": (2 * 2 * 128 * S * 15 / 16 / 50e9, LAYER_405B / 128 / (0.4 * 989.4e12)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", SHARES)
+def test_a_quoted_share_of_the_whole_is_the_part(page):
+    prose = " ".join(_prose(f"book/{page}").split())
+    for words, (part, whole) in SHARES[page].items():
+        pattern = re.escape(words).replace("…", r"[\d,.]+")
+        [shown] = {found.rstrip(".") for found in re.findall(rf"{pattern} ([\d.]+)%", prose)}
+        half_a_digit = 0.5 * 10.0 ** -len(shown.partition(".")[2]) / 100
+        assert part / whole == pytest.approx(float(shown) / 100, abs=half_a_digit * 1.0001), words
+
+
+def test_every_share_on_a_page_of_flops_is_worked_by_hand():
+    expression = re.compile(r"\{eval\}`(.+?)`(?!`)")
+    for path in sorted((ROOT / "book").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        # tests/test_errata.py works out the rows of the errata.
+        if "from lablib.calc.flops import" not in text or path.stem == "errata":
+            continue
+        for found in expression.finditer(text):
+            if "/" in found[1] and ("%}" in found[1] or "pct(" in found[1]):
+                before = expression.sub("…", text[: found.start()]).rstrip()
+                assert before.endswith(tuple(SHARES[path.stem])), (path.stem, before[-60:])
 
 
 @pytest.mark.parametrize("page", PAGES)

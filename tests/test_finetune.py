@@ -276,7 +276,7 @@ def test_frozen_matrices_cost_two_products_of_three(pretrained: Path) -> None:
     task = FineTuning(config("x"), pretrained, EXAMPLES, lora_rank=3)
     task.build()
     whole = step_flops(task.shape, batch=8, seq=SEQ)
-    scores = whole.by_component["scores"]
+    scores = whole.forward_by_component["scores"]
     # 7 matrices a layer: 4 of attention (2 heads of width 8 for keys and values), 3 of the MLP.
     widths = 32 + 32 + (32 + 16) * 2 + 32 + 32 + 3 * (32 + 96)
     flops = task.flops(8, "none")

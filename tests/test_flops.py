@@ -102,6 +102,7 @@ def test_the_small_case_by_hand():
     assert forward_flops(config, batch=1, seq=1) == {"attention": 32, "scores": 8, "mlp": 64, "head": 12}
     step = step_flops(config, batch=1, seq=1)
     assert (step.forward, step.backward, step.model, step.hardware) == (116, 232, 348, 348)
+    assert step.by_component == {"attention": 96, "scores": 24, "mlp": 192, "head": 36}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tests.evidence.verdict import KINDS
 
 ROWS = read_table()["rows"]
 HELD = read_table(HELD_OUT)
-PAGE = Path(__file__).resolve().parents[1] / "book" / "memory_calculator.md"
+BOOK = Path(__file__).resolve().parents[1] / "book"
+PAGE, TABLES = (BOOK / f"memory_{name}.md" for name in ("calculator", "tables"))
 
 
 @pytest.fixture(autouse=True)
@@ -165,14 +166,15 @@ def test_drawn_rows_have_their_steps() -> None:
         assert max(sum(m["kinds"].values()) for m in moments) == row["predicted"]["peak"]
 
 
-def _prose() -> str:
-    text = PAGE.read_text(encoding="utf-8").split("---", 2)[2]
+def _prose(page: Path = PAGE) -> str:
+    text = page.read_text(encoding="utf-8").split("---", 2)[2]
     text = re.sub(r"(?ms)^(`{3,})\{code-cell\}.*?^\1[ ]*$", "", text)
     return re.sub(r"(?ms)^```bash.*?^```$", "", text)
 
 
-def test_the_page_types_no_result() -> None:
-    prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", _prose())
+@pytest.mark.parametrize("page", [PAGE, TABLES], ids=lambda page: page.stem)
+def test_the_page_types_no_result(page: Path) -> None:
+    prose = re.sub(r"\{eval\}`[^`]*`|`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", _prose(page))
     unit = r"(?:GB|GiB|MB|MiB|KB|bytes?|B|percent|%|x|times|million|billion|configurations|cases|rows|of \d+)\b"
     # A model's name, what one could make up, the width of an fp32 number, and a segment of the allocator.
     allowed = {"8B", "5 percent", "600 bytes", "4 bytes", "2 MiB"}
@@ -180,6 +182,12 @@ def test_the_page_types_no_result() -> None:
     assert typed - allowed == set()
     for row in ROWS:
         assert row["name"] not in prose
+
+
+def test_what_is_not_proven_stands_before_the_proof() -> None:
+    sections = re.findall(r"(?m)^## (.*)$", _prose())
+    assert sections.index("What a GPU adds") < sections.index("What is not proven") < sections.index("Use it") + 3
+    assert sections.index("What is not proven") < sections.index("How far off each number is")
 
 
 def test_the_page_shows_the_worst_case_of_each_kind() -> None:

@@ -258,6 +258,17 @@ def test_the_page_types_no_result() -> None:
     assert re.findall(r"(?<![\w.])\d+\.\d+", prose) == []
 
 
+def test_every_constant_and_every_term_of_the_table_is_explained(table: dict) -> None:
+    """The page itself leaves a name bare that it does not know."""
+    text = PAGE.read_text(encoding="utf-8")
+    meaning, terms = (
+        set(re.findall(r'^    "(\w+)":', re.search(rf"^{name} = {{$.*?^}}$", text, re.M | re.S)[0], re.M))
+        for name in ("MEANING", "TERMS")
+    )
+    assert {name for (name, *_), _ in table["constants"]} <= meaning
+    assert set(table["terms"]) <= terms
+
+
 def test_other_planners_have_a_source_and_rows_that_are_here(table: dict) -> None:
     sources = {row["source"] for row in table["rows"]}
     for peer in PEERS:

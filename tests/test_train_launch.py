@@ -26,11 +26,12 @@ import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from lablib.calc.layouts.fit import setup
 from lablib.calc.params import count_params
 from lablib.launch.fsdp import latest_checkpoint, read_info
 from lablib.launch.runs import plain_loop
 from lablib.launch.runs.start import check_alone
-from lablib.launch.training import config_from_args, read_metrics, train_model, train_parser
+from lablib.launch.training import TrainConfig, config_from_args, read_metrics, train_model, train_parser
 from tests.processes import end, ended, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -229,13 +230,40 @@ def test_skypilots_file_starts_what_it_says(tmp_path: Path) -> None:
     assert (ROOT / script).is_file()
     parsed = runpy.run_path(str(ROOT / script))["arguments"](options)
     assert (parsed.config.model, parsed.config.steps, parsed.save_every) == ("gpt2-124m", 200, 50)
-    assert parsed.config.split_batch(8) == (8, 1)
+    assert parsed.config.split_batch(8) == (2, 4)
     # SkyPilot's own image has a Python that the course refuses; this one has what tools/setup_gpu.sh looks for.
     assert os.access(ROOT / task["setup"], os.X_OK)
     assert re.fullmatch(r"docker:pytorch/pytorch:2\.1[1-5]\.\d+-cuda.*-devel", task["resources"]["image_id"])
-    # The comment on the disk: 12 bytes a parameter, weights and AdamW's two moments in fp32.
-    size = 12 * count_params(train_model("qwen2-7b")).total / 1e9
-    assert f"a 7B model is {size:.0f} GB" in file.read_text()
+
+
+def test_skypilots_file_rents_gpus_and_a_disk_that_are_large_enough() -> None:
+    """The command at its head and the file's own settings, on the machines that it names: the calculator is asked."""
+    text = (SCRIPTS / "train_fsdp.sky.yaml").read_text(encoding="utf-8")
+    task = yaml.safe_load(text)
+    typed = dict(re.findall(r"--env (\w+)=(\S+)", text))
+    machines = re.findall(r"([\w-]+):(\d+)", re.search(r"(?m)^ +accelerators: .*$", text)[0])
+    assert typed
+    assert machines
+
+    def fits(env: dict[str, str], gpu: str, gpus: int) -> bool:
+        run = setup(
+            train_model(env["MODEL"]), gpu=gpu.lower(), gpus=gpus, seq=int(env["SEQ"]), attention="fused", sharding="fsdp2",
+            micro_batch=int(env["MICRO_BATCH"]), recipe="fsdp2-mixed-fp32-reduce", implementation="toy", zero=3, step="fused",
+        )  # fmt: skip
+        # From one micro-batch to the next a rank keeps whole gradients, in fp32: the file does not say --reduce-every.
+        return run.memory + 4 * count_params(run.run.model).total <= run.budget
+
+    def checkpoints(model: str) -> float:
+        """GB of those that are kept and the next one: weights and AdamW's two moments in fp32."""
+        return (TrainConfig(folder="").keep + 1) * 12 * count_params(train_model(model)).total / 1e9
+
+    for env in (task["envs"], task["envs"] | typed):
+        assert all(fits(env, gpu, int(gpus)) for gpu, gpus in machines), env["MODEL"]
+        assert checkpoints(env["MODEL"]) <= task["resources"]["disk_size"], env["MODEL"]
+    large = task["envs"] | {"MODEL": "qwen2-7b"}
+    assert (fits(large, "h100", 4), fits(large, "h100", 2), fits(large, "a10", 2)) == (True, False, False)
+    for model, words in (("llama-3.2-1b", "of a 1B model"), ("qwen2-7b", "of a 7B model, which wants H100:4,")):
+        assert f"{words} 3 x {checkpoints(model) / 3:.0f}" in text
 
 
 def test_accelerate_launch_hands_it_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

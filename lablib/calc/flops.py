@@ -30,13 +30,13 @@ class StepFlops:
     """FLOPs of one optimizer step over `batch` sequences of `seq` tokens.
 
     Attributes:
-        by_component: Forward FLOPs by component: attention projections, scores, MLP, experts, head.
+        forward_by_component: FLOPs of the forward pass alone: attention projections, scores, MLP, experts, head.
         six_nd: The estimate `6 N D` with the model's active parameters.
         early_stop: Whether replays of whole blocks were counted as PyTorch runs them, without the end that nothing needs.
     """
 
     tokens: int
-    by_component: dict[str, int]
+    forward_by_component: dict[str, int]
     recompute: int
     six_nd: int
     early_stop: bool = True
@@ -44,12 +44,17 @@ class StepFlops:
     @property
     def forward(self) -> int:
         """FLOPs of the forward pass."""
-        return sum(self.by_component.values())
+        return sum(self.forward_by_component.values())
 
     @property
     def backward(self) -> int:
         """FLOPs of the backward pass, recomputation left out: twice the forward pass."""
         return 2 * self.forward
+
+    @property
+    def by_component(self) -> dict[str, int]:
+        """FLOPs of forward and backward by component; together they are `model`, and go over `model` or `six_nd`."""
+        return {component: 3 * count for component, count in self.forward_by_component.items()}
 
     @property
     def model(self) -> int:

@@ -167,7 +167,7 @@ class FineTuning(Task):
         step = step_flops(self.shape, batch=batch, seq=self.config.seq, recompute=recompute, dropout=self.drops)
         if self.lora is None:
             return TaskFlops(step.model, step.hardware)
-        matrices = step.forward - step.by_component["scores"]
+        matrices = step.forward - step.forward_by_component["scores"]
         model = step.model - matrices + 6 * step.tokens * self.adapter_params
         again = 2 * step.tokens * self.adapter_params if recompute == "full" else 0
         if recompute == "full" and not self.drops:
