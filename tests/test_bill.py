@@ -111,6 +111,7 @@ def test_the_command_prints_the_bill_of_python():
     ("more", "message"),
     [
         (["--price", "2"], "give --tokens too"),
+        (["--storage", "2 GB/s"], "give --tokens too"),
         (["--tokens", "15T", "--price", "0"], "price=0.0 must be a positive number"),
         (["--tokens", "0"], "tokens=0 must be a positive number"),
         (["--tokens", "15T", "--spares", "5"], "give 0 to 1, 5 percent as 0.05"),

@@ -89,8 +89,8 @@ def plan(
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
-    if tokens is None and price is not None:
-        raise ValueError(f"--price={price:g} is for an hour of a GPU: give --tokens too, for how many hours")
+    if tokens is None and (price is not None or storage is not None):
+        raise ValueError("--price and --storage belong to a bill: give --tokens too")
     if tokens and export:
         raise ValueError("--tokens and --export print two different things; give one")
     config = named_model(model)
