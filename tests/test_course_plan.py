@@ -16,14 +16,9 @@ BRING_HOME = (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    "README.md",
-    "book/11_practical_fsdp.md",
-    "book/rented_hour.md",
-    "book/how_to_use.md",
-    "book/graduation.md",
-    "labs/11_practical_fsdp.ipynb",
-]
+#: One page has the lines for a rented machine; a lab has its own, and the others lead there.
+RENTED = "book/rented_hour.md"
+LEAD_THERE = ["README.md", "book/11_practical_fsdp.md", "book/how_to_use.md", "book/graduation.md"]
 
 
 def _text(page):
@@ -38,23 +33,35 @@ def test_the_line_runs_what_the_cost_sheet_bills_and_its_budget_is_enough():
     assert "--record" not in RUN_GPU_LABS  # for maintainers: it writes into labs/recorded
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_page_prints_the_one_line(page):
+@pytest.mark.parametrize("page", [RENTED, "labs/11_practical_fsdp.ipynb"])
+def test_the_one_line_is_printed_as_it_is(page):
     printed = re.findall(r"rung labs run \d[^`\n\\]*", _text(page))
     paid = [line for line in printed if "--gpus cpu" not in line]  # the rehearsal at home
     assert paid
     assert all(line.startswith(RUN_GPU_LABS) for line in paid), printed
 
 
-@pytest.mark.parametrize("page", ["README.md", "book/rented_hour.md"])
-def test_the_way_home_is_printed_as_it_is(page):
-    assert BRING_HOME in _text(page)
+@pytest.mark.parametrize("page", LEAD_THERE)
+def test_renting_is_told_once_and_the_others_lead_there(page):
+    text = _text(page)
+    assert "(book/rented_hour.md" in text or "(rented_hour.md" in text
+    assert "rung labs run 11" not in text
+    assert "source .venv/bin/activate" not in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "book/how_to_use.md"])
-def test_pages_without_code_have_the_minutes_that_rung_cost_computes(page):
-    said = re.findall(r"(\d+) minutes(?= for all of it)?, setting up included|(\d+) minutes for all of it", _text(page))
-    assert {int(a or b) for a, b in said} == {rented_minutes()}
+def test_the_way_home_is_printed_as_it_is():
+    assert BRING_HOME in _text(RENTED)
+
+
+def test_the_readme_has_the_minutes_that_rung_cost_computes():
+    said = re.findall(r"(\d+) minutes, setting up included", _text("README.md"))
+    assert [int(minutes) for minutes in said] == [rented_minutes()]
+
+
+def test_who_has_to_size_a_job_finds_the_plan_and_its_bill():
+    text = _text("book/how_to_use.md").split("**You have to size a job.**")[1].split("**You rent")[0]
+    assert "`rung plan " in text
+    assert "(size_a_reservation.md)" in text
 
 
 def test_the_hours_of_the_tables_are_those_of_the_plan():

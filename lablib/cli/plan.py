@@ -67,6 +67,15 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="Fix recomputation: none, selective or full.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Fix chunks of layers in a stage.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to train on, as 15T: adds days, GPU hours, goodput.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour: adds what --tokens cost.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="What all ranks write together, '20 GB/s'; default: 7 GB/s for each 256 GPUs.")
+    ] = None,
+    restart: Annotated[float, typer.Option(help="Minutes to find a failure, reading the checkpoint left out.")] = 10,
+    spares: Annotated[float, typer.Option(help="Nodes held back, as a share.")] = 0.05,
     top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
     why: Annotated[bool, typer.Option("--why", help="Say why the winner wins and others lose.")] = False,
     export: Annotated[str | None, typer.Option(help=f"Print the winner for {FRAMEWORKS}.")] = None,
@@ -87,6 +96,10 @@ def plan(
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
+    if tokens is None and (price is not None or storage is not None):
+        raise ValueError("--price and --storage belong to a bill: give --tokens too")
+    if tokens and export:
+        raise ValueError("--tokens and --export print two different things; give one")
     config = named_model(model)
     if export:
         counting = counting_for(
@@ -120,6 +133,15 @@ def plan(
     )
     if not result.candidates:
         raise ValueError(nothing_fits(result, model))
+    bill = None
+    if tokens:
+        from lablib.calc.runs import plan_bill
+        from lablib.calc.units import parse_bandwidth, parse_count
+
+        rate = None if storage is None else parse_bandwidth(storage)
+        bill = plan_bill(
+            result, tokens=parse_count(tokens), price=price, storage=rate, restart=60 * restart, spares=spares
+        )
     if export:
         best = result.best
         typer.echo(
@@ -133,9 +155,12 @@ def plan(
             typer.echo(what, err=True)
         typer.echo(_export(result, export, recipe), nl=False)
     elif as_json:
-        typer.echo(json_text(plan_dict(result, top=top, why=plan_reasons(result))))
+        found = plan_dict(result, top=top, why=plan_reasons(result))
+        typer.echo(json_text(found | {"bill": bill and bill.as_dict()}))
     else:
         typer.echo(plan_table(result, top=top, why=plan_reasons(result) if why else []))
+        if bill:
+            typer.echo("\n" + bill.text)
 
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:

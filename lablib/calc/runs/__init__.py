@@ -4,6 +4,7 @@
 |---|---|---|
 | `batch` | `noise_scale` (a `NoiseScale`); `steps_needed`, `examples_needed`, `step_gain` of a batch; `linear_rule`, `sqrt_rule`, `noise_rule` for its learning rate; `cosine_lr`; `shuffled_place`, a shuffled order of any length that nobody keeps | 11 |
 | `failures` | `young_interval`, `daly_interval`, `best_interval` between checkpoints; `lost_share`, `lost_time`; `LLAMA3_FAILURES`, a published log | 11 |
+| `bill` | `plan_bill` of a layout, a `Bill`: days, GPU hours and dollars as intervals, goodput, spares (`rung plan --tokens`) | 11 |
 | `scaling` | `scaling_loss`, a `ScalingLoss` by part; `predicted_step` under FSDP; `spread` of samples | 11 |
 | `rental` | `parse_machine`, `lab_budgets`, `expect_step` of a rented machine (`rung cost`); `LAB_BUDGETS`, `RUN_GPU_LABS`, `rented_minutes`; `STUDY_MINUTES`, `study_minutes`, `hours_text` of the course | 11 |
 | `trace` | `parse_trace` (a `Trace`), `merge_traces`, `split_time`, `annotated_window`, `merge_intervals` | 02, 11 |
@@ -25,6 +26,7 @@ from lablib.calc.runs.batch import (
     step_gain,
     steps_needed,
 )
+from lablib.calc.runs.bill import Bill, plan_bill
 from lablib.calc.runs.cuda_snapshot import HeldMemory, MemoryHistory, load_snapshot, replay_snapshot, round_up
 from lablib.calc.runs.failures import (
     LLAMA3_FAILURES,
@@ -59,11 +61,12 @@ from lablib.calc.runs.scaling import ScalingLoss, predicted_step, scaling_loss, 
 from lablib.calc.runs.trace import Trace, annotated_window, merge_intervals, merge_traces, parse_trace, split_time
 
 __all__ = [
-    "LAB_BUDGETS", "LLAMA3_FAILURES", "RUN_GPU_LABS", "STUDY_LAYOUTS", "STUDY_MINUTES", "STUDY_VARIANTS", "HeldMemory",
-    "MemoryHistory", "NoiseScale", "ScalingLoss", "StudySettings", "Trace", "annotated_window", "best_interval",
-    "cosine_lr", "daly_interval", "examples_needed", "expect_step", "hours_text", "lab_budgets", "layout_bytes",
-    "linear_rule", "link_bandwidth", "load_snapshot", "lost_share", "lost_time", "merge_intervals", "merge_traces",
-    "noise_rule", "noise_scale", "parse_machine", "parse_trace", "placement_rows", "predicted_step", "rented_minutes",
-    "replay_snapshot", "round_up", "savings_rows", "scaling_loss", "scaling_rows", "shuffled_place", "split_time", "spread",
-    "sqrt_rule", "step_gain", "steps_needed", "study_minutes", "young_interval",
+    "LAB_BUDGETS", "LLAMA3_FAILURES", "RUN_GPU_LABS", "STUDY_LAYOUTS", "STUDY_MINUTES", "STUDY_VARIANTS", "Bill",
+    "HeldMemory", "MemoryHistory", "NoiseScale", "ScalingLoss", "StudySettings", "Trace", "annotated_window",
+    "best_interval", "cosine_lr", "daly_interval", "examples_needed", "expect_step", "hours_text", "lab_budgets",
+    "layout_bytes", "linear_rule", "link_bandwidth", "load_snapshot", "lost_share", "lost_time", "merge_intervals",
+    "merge_traces", "noise_rule", "noise_scale", "parse_machine", "parse_trace", "placement_rows", "plan_bill",
+    "predicted_step", "rented_minutes", "replay_snapshot", "round_up", "savings_rows", "scaling_loss", "scaling_rows",
+    "shuffled_place", "split_time", "spread", "sqrt_rule", "step_gain", "steps_needed", "study_minutes",
+    "young_interval",
 ]  # fmt: skip

@@ -4,7 +4,7 @@
 
 All of the machine is paid for, also while a lab uses one of its GPUs, and while it is set up. The minutes of a lab are
 a budget to hold it to (`rung labs run --budget-minutes`), not a measurement. `parse_machine` is the one to read first.
-Several pages print the minutes and the line for a rented machine; a test holds them to this module.
+Pages print the minutes and the line for a rented machine; a test holds them to this module.
 """
 
 from __future__ import annotations
