@@ -18,7 +18,7 @@ import typer
 
 from lablib.calc.errors import json_text
 from lablib.calc.memory import SETTINGS
-from lablib.calc.units import MiB, parse_bytes
+from lablib.calc.units import MiB, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from lablib.calc.runs import HeldMemory, MemoryHistory
@@ -66,7 +66,7 @@ def _option(name: str, optional: bool) -> inspect.Parameter:
     setting = SETTINGS[name]
     default = f"{setting.default // MiB} MiB" if name == "bucket_bytes" else setting.default
     kind = {
-        "seq": int,
+        "seq": str,
         "num_microbatches": int,
         "etp": int,
         "prefetch": int,
@@ -86,6 +86,8 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
         ValueError: If a text does not parse.
     """
     found = dict(settings)
+    if found.get("seq") is not None:
+        found["seq"] = parse_tokens(found["seq"])
     if "bucket_bytes" in found:
         found["bucket_bytes"] = parse_bytes(str(found["bucket_bytes"]))
     if found.get("layers_per_stage") is not None:
