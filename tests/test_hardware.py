@@ -67,13 +67,11 @@ def test_an_unknown_name_says_what_to_give(find, name, hint):
         find(name)
 
 
-def test_what_is_sold_as_a_pair_differs_in_what_the_name_says():
-    """AMD's and NVIDIA's second editions have the first one's matrix units, and Trillium twice the peak of v5p."""
+def test_second_editions_differ_from_the_first_in_what_is_said_of_them():
     h100, h20, gb200, gb300 = map(accelerator, ("h100-80gb", "h20", "gb200", "gb300"))
     assert h100 is accelerator("h100")
     assert (h20.neighbour_link(), h20.capability) == (h100.neighbour_link(), h100.capability)
-    assert h20.peak() < h100.peak() / 6  # and more memory, which is faster
-    assert h20.usable_bytes > h100.usable_bytes
+    assert h20.peak() < h100.peak() / 6
     assert h20.memory_bandwidth > h100.memory_bandwidth
     assert (gb300.peak(), gb300.gpus_per_node) == (gb200.peak(), gb200.gpus_per_node)
     assert gb300.usable_bytes > accelerator("b300").usable_bytes > gb200.usable_bytes

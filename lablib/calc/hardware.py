@@ -128,8 +128,6 @@ LINKS: dict[str, Link] = {
 _SEVERAL_RATES = {
     "efa": "a GPU gets 6.25 GB/s on AWS P4d, 50 GB/s on P5, P5e, P5en and P6-B200, 100 GB/s on P6-B300",
     "roce": "its cards are Ethernet's, 100gbe, 200gbe or 400gbe",
-    "ethernet": "100gbe, 200gbe or 400gbe",
-    "infiniband": "ib-edr, ib-hdr, ib-ndr or ib-xdr",
 }
 
 
@@ -575,13 +573,8 @@ ALIASES = {
     "h200-sxm": "h200",
     "h100-80gb": "h100",
     "h100-80gb-pcie": "h100-pcie",
-    "h100-94gb": "h100-nvl",
-    "h200-141gb": "h200",
-    "mi350": "mi350x",
-    "mi355": "mi355x",
     "trillium": "tpu-v6e",
     "ironwood": "tpu-v7",
-    "tpu7x": "tpu-v7",
     "4090": "rtx-4090",
 }
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 #: The modules of the subcommands, in the order of the help.
 COMMANDS = {
@@ -29,10 +29,8 @@ COMMANDS = {
 #: What other programs call our options.
 ALSO_CALLED = {
     "--batch-size": ("--micro-batch", "--global-batch", "--batch"),
-    "--seq-len": ("--seq",),
     "--seq-length": ("--seq",),
     "--sequence-length": ("--seq",),
-    "--num-gpus": ("--gpus",),
 }
 
 
@@ -95,10 +93,43 @@ class OneSentence(TyperGroup):
         raise SystemExit(2)
 
 
-PLAIN = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+QUIET = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+#: What a text on the command line is taken for, as messages call it.
+KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-class Rung(OneSentence):
+class Plain:
+    """Makes a value of an option's text. Typer's own way loads pydantic, a quarter of what `rung memory` takes."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the value, or raise a usage error that names the option; Typer calls it."""
+        try:
+            return value if value is None else self.kind(value)
+        except ValueError:
+            raise typer.BadParameter(f"{value!r} is not {KINDS[self.kind]}", ctx=ctx, param=param) from None
+
+
+class ReadsPlainly:
+    """A command whose plain options are read by `Plain`; a Typer that has no such place reads them as it does."""
+
+    def get_params(self, ctx: Any) -> list:
+        """Return arguments and options, `--help` too."""
+        params = super().get_params(ctx)
+        for one in params:
+            kind = getattr(getattr(one, "type_descriptor", None), "annotation", None)
+            if kind in KINDS and one.nargs == 1 and not one.multiple and getattr(one, "min", None) is None:
+                one._runtime_param = Plain(kind)
+        return params
+
+
+class Command(ReadsPlainly, TyperCommand):
+    """A subcommand."""
+
+
+class Rung(ReadsPlainly, OneSentence):
     """The group of `COMMANDS`, each of which is made when it is asked for."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -109,9 +140,9 @@ class Rung(OneSentence):
         """Return a subcommand by name, or None."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
             module = import_module(f"lablib.cli.{COMMANDS[cmd_name]}")
-            made = module.app if cmd_name == "labs" else typer.Typer(**PLAIN)
+            made = module.app if cmd_name == "labs" else typer.Typer(**QUIET)
             if cmd_name != "labs":
-                made.command(cmd_name)(getattr(module, cmd_name.replace("-", "_")))
+                made.command(cmd_name, cls=Command)(getattr(module, cmd_name.replace("-", "_")))
             self.commands[cmd_name] = typer.main.get_command(made)
         return self.commands.get(cmd_name)
 
@@ -125,6 +156,6 @@ app = typer.Typer(
     cls=Rung,
     help="Distributed Training, Rung by Rung: calculators, machine check, labs.",
     no_args_is_help=True,
-    **PLAIN,
+    **QUIET,
 )
 app.callback()(lambda: None)

@@ -127,11 +127,13 @@ def memory(
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
     from lablib.calc.errors import one_of, plural
     from lablib.calc.memory import run_config, training_memory, verdict
-    from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
 
     assumed = settings["seq"] is None
     run = run_config(named_model(model), **from_text(settings))
-    one_of("step", step, STEPS)
+    if at is not None or explain or gpu is not None or step != "foreach":
+        from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
+
+        one_of("step", step, STEPS)
     if at is not None or explain:
         if explain and at == "all":
             raise ValueError("--explain is about one instant: leave --at all out, or name an instant")
