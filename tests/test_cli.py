@@ -14,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lablib.calc import units
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts import counting_for
 from lablib.calc.layouts.fit import cheapest_change, fewest_gpus, largest_micro_batch, longest_sequence, setup, size
@@ -171,6 +172,16 @@ def test_models_lists_every_preset_with_its_count() -> None:
         (["memory", "no/such/config.json"], "no/such/config.json"),
         (["memory", "gpt2", "--zero", "three"], "--zero"),
         (["memory", "gpt2", "--stages", "3"], "--stages"),
+        (["memory", "gpt2", "--batch-size", "3"], "No such option: --batch-size; did you mean --micro-batch?"),
+        (["plan", "gpt2", "--batch-size", "3"], "did you mean --micro-batch or --global-batch?"),
+        (["memory", "gpt2", "--seq", "8kb"], "'8kb' is not a number of tokens"),
+        (["memory", "meta-llama/Llama-3-8B"], "did you mean llama-3-8b? Nothing is fetched from a Hub"),
+        (["plan", "Qwen/Qwen2.5-72B-Instruct", "--gpus", "8", "--global-batch", "8"], "did you mean qwen2.5-72b?"),
+        ([*PLAN, "--global-batch-tokens", "4M"], "give the batch of a step once"),
+        (PLAN[:-2], "give the batch of a step once"),
+        ([*PLAN[:-2], "--global-batch-tokens", "2k"], "is less than half a sequence of 8,192 tokens"),
+        ([*PLAN[:-2], "--global-batch-tokens", "3.2M"], "is not a whole number of tokens, as M is 1,048,576"),
+        ([*PLAN, "--nic", "efa"], "nic: 'efa' has several rates"),
         (["fit", "llama-3-8b", "--gpu", "h1000"], "unknown accelerator 'h1000'"),
         (["fit", "llama3-8b", "--gpu", "h100"], "did you mean llama-3-8b"),
         (["fit", "llama-3-8b"], "Missing option '--gpu'"),
@@ -224,6 +235,22 @@ def test_errors_are_one_sentence_and_exit_2(args: list[str], message: str) -> No
     assert len(err.splitlines()) == 1
 
 
+def test_lengths_and_batches_are_given_as_teams_say_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = ["--tp", "2", "--pp", "1", "--zero", "1", "--json"]
+    # 4M is 2048 x 2048, 512 sequences of 8,192; of 4,000,000 tokens 488.3 is nearest to 488.
+    for tokens, sequences in (("4M", "512"), ("4000000", "488"), ("4100000", "500")):
+        given = [*PLAN[:4], "--seq", "8k", "--global-batch-tokens", tokens, *pinned]
+        code, out, _ = rung(*given)
+        assert (code, out) == rung(*PLAN[:-1], sequences, *pinned)[:2]
+        assert abs(json.loads(out)["global_batch_tokens"] - units.parse_tokens(tokens)) <= 8192 / 2
+    for words in (["memory", "gpt2"], ["fit", "gpt2", "--gpu", "h100"]):
+        assert rung(*words, "--seq", "1k") == rung(*words, "--seq", "1024")
+    # A folder with the name of a model on a Hub is read: only what is not there is looked for among the presets.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meta-llama" / "Llama-3-8B").mkdir(parents=True)
+    assert "No such file" in rung("memory", "meta-llama/Llama-3-8B")[2]
+
+
 def test_a_grid_that_nobody_reads_is_left_out() -> None:
     for given in (("--microbatches", "20000"), ("--stages", "500", "--microbatches", "1")):
         code, out, _ = rung("schedule", "1f1b", *given)
@@ -256,7 +283,7 @@ for args in ({RUN}, ["models"], ["memory", "--help"], {FITS}, {[*PLAN, "--tp", "
         app(args)
     except SystemExit as end:
         assert not end.code, end.code
-heavy = {{"torch", "numpy", "matplotlib", "papermill", "transformers"}} & set(sys.modules)
+heavy = {{"torch", "numpy", "matplotlib", "papermill", "transformers", "pydantic"}} & set(sys.modules)
 sys.exit(f"loaded {{heavy}}" if heavy else 0)
 """
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)

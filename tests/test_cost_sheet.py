@@ -83,11 +83,19 @@ def test_the_command_adds_up():
 
 
 def test_the_longest_names_fit_and_one_node_is_said():
-    out = CliRunner().invoke(app, ["cost", "8xgb200@9", "8xa100-80gb-pcie@1", "16xh100@3", "--batch", "1"]).output
+    machines = ["8xgb200@9", "8xa100-80gb-pcie@1", "16xh100@3"]
+    out = CliRunner().invoke(app, ["cost", *machines, "--seq", "1k", "--batch", "1"]).output
     assert max(map(len, out.splitlines())) <= 80
     assert "1 sequence of 1,024 tokens" in out
     assert out.count("taken as one node") == 1
     assert "taken as one node, with no network between its GPUs: 16 x H100 SXM" in out
+
+
+def test_many_gpus_do_not_run_columns_together():
+    out = CliRunner().invoke(app, ["cost", "16384xh100@2.5"]).output
+    (row,) = [line for line in out.splitlines() if line.startswith("16384 x H100 SXM  ")]
+    assert len(row.removeprefix("16384 x H100 SXM").split()) == 7
+    assert len(row) <= 80
 
 
 def test_the_cost_sheet_loads_no_torch():

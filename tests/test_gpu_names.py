@@ -35,10 +35,15 @@ DRIVERS = {
     "gh200": "NVIDIA GH200 480GB",
     "h800": "NVIDIA H800",
     "h200": "NVIDIA H200",
+    "h20": "NVIDIA H20",
     "b200": "NVIDIA B200",
     "gb200": "NVIDIA GB200",
     "b300": "NVIDIA B300 SXM6 AC",
+    "gb300": "NVIDIA GB300",
     "mi300x": "AMD Instinct MI300X",
+    "mi325x": "AMD Instinct MI325X",
+    "mi350x": "AMD Instinct MI350X",
+    "mi355x": "AMD Instinct MI355X",
 }
 
 
@@ -93,6 +98,8 @@ def test_a_total_that_nobody_has_read_is_not_the_printed_one():
         "Quadro RTX 6000",
         "NVIDIA L40",
         "NVIDIA GH200 144G HBM3e",
+        "NVIDIA H20-3e",
+        "AMD Instinct MI350P",
         "GRID A10-8Q",
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
     ],

@@ -51,11 +51,34 @@ def test_aliases_lead_somewhere(alias):
     assert accelerator(alias.upper()) is ACCELERATORS[ALIASES[alias]]
 
 
-def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown accelerator 'h1000'; known are .*h100"):
-        accelerator("h1000")
-    with pytest.raises(ValueError, match=r"unknown link 'nvlink9'; known are .*nvlink4"):
-        link("nvlink9")
+@pytest.mark.parametrize(
+    ("find", "name", "hint"),
+    [
+        (accelerator, "h1000", "unknown accelerator 'h1000'; did you mean .*h100"),
+        (accelerator, "mi300", "did you mean mi300x"),
+        (accelerator, "gaudi3", "use one of t4, .* others"),
+        (link, "nvlink9", "unknown link 'nvlink9'; did you mean .*nvlink4"),
+        (link, "efa", "'efa' has several rates: .* 50 GB/s on P5"),
+        (link, "RoCE", "'RoCE' has several rates: .* 400gbe"),
+    ],
+)
+def test_an_unknown_name_says_what_to_give(find, name, hint):
+    with pytest.raises(ValueError, match=hint):
+        find(name)
+
+
+def test_second_editions_differ_from_the_first_in_what_is_said_of_them():
+    h100, h20, gb200, gb300 = map(accelerator, ("h100-80gb", "h20", "gb200", "gb300"))
+    assert h100 is accelerator("h100")
+    assert (h20.neighbour_link(), h20.capability) == (h100.neighbour_link(), h100.capability)
+    assert h20.peak() < h100.peak() / 6
+    assert h20.memory_bandwidth > h100.memory_bandwidth
+    assert (gb300.peak(), gb300.gpus_per_node) == (gb200.peak(), gb200.gpus_per_node)
+    assert gb300.usable_bytes > accelerator("b300").usable_bytes > gb200.usable_bytes
+    assert accelerator("mi325x").flops == accelerator("mi300x").flops
+    assert accelerator("mi355x").peak() / accelerator("mi350x").peak() == pytest.approx(2400 / 2200, rel=1e-3)
+    assert accelerator("trillium").peak() == 2 * accelerator("tpu-v5p").peak()
+    assert accelerator("ironwood").peak("fp8") == 2 * accelerator("tpu-v7").peak()
 
 
 def test_no_link_is_an_error_and_not_a_guess():

@@ -53,6 +53,28 @@ def test_what_is_no_count_is_refused(text):
         units.parse_count(text)
 
 
+def test_tokens_are_counted_in_powers_of_two():
+    read = {
+        "8192": 8192,
+        "8k": 8192,
+        "8K": 8192,
+        "1.5k": 1536,
+        "128k": 131_072,
+        "1M": 2**20,
+        "4M": 2048 * 2048,
+        512: 512,
+    }
+    assert {text: units.parse_tokens(text) for text in read} == read
+    assert units.parse_tokens("4e6") == 4_000_000 != units.parse_tokens("4M")
+
+
+@pytest.mark.parametrize("text", ["8kb", "8 GB", "15T", "long", "3.2M", "0.5", "-8k", "", None])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(ValueError, match=r"number of tokens|must not be negative") as caught:
+        units.parse_tokens(text)
+    assert "\n" not in str(caught.value)
+
+
 def test_bandwidth_knows_bits_from_bytes():
     read = {"450 GB/s": 450e9, "400 Gb/s": 50e9, "400 Gbps": 50e9, "200 Gbit/s": 25e9, "1 GiB/s": 2**30}
     assert {text: units.parse_bandwidth(text) for text in read} == pytest.approx(read, rel=1e-12)

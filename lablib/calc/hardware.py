@@ -14,8 +14,8 @@ Capacity: vendors print "80 GB" for 80 GiB of memory, of which `nvidia-smi` show
 the least that was found is taken. `usable_bytes` is that less the CUDA context, and is what a run is judged by.
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
-A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200 and 51 on MI300X
-(Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
+A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200, 51 on MI300X, 60
+on MI325X and 62 on MI355X (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
 
 A driver's name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has
 another peak, and an MFU against the wrong peak is worse than none. Where a number was read in secondary copies only,
@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lablib.calc.errors import one_of
 from lablib.calc.units import GB, PB, GiB, parse_bandwidth
 
 #: What a process takes from a GPU beside PyTorch's allocator: the driver's context and the kernels that were loaded.
@@ -91,7 +92,7 @@ LINKS: dict[str, Link] = {
         "400 GB/s both ways in secondary reports, which do not all agree; DeepSeek-V3 (arXiv 2412.19437), "
         "section 3.2, states 160 GB/s in use",
     ),
-    "nvlink5": _link("NVLink 5 (B200, GB200)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
+    "nvlink5": _link("NVLink 5 (B200, GB200, GB300)", 900, _NVLINK + ": 18 links, 1,800 GB/s both ways"),
     "nvlink-bridge": _link(
         "NVLink bridge (PCIe cards, in pairs)",
         300,
@@ -107,6 +108,9 @@ LINKS: dict[str, Link] = {
         f"{STAS}, network chapter: 64 GB/s to each of 7 peers; one pair gets 64",
         peers=7,
     ),
+    "infinity-fabric-mi350": _link(
+        "Infinity Fabric (MI350X, MI355X)", 535.5, f"{STAS}, network chapter: 76.5 GB/s to each of 7 peers", peers=7
+    ),
     "ib-edr": _link("InfiniBand EDR, 100 Gb/s", 12.5, _INFINIBAND, 0.5e-6),
     "ib-hdr": _link("InfiniBand HDR, 200 Gb/s", 25, _INFINIBAND, 0.6e-6),
     "ib-ndr": _link("InfiniBand NDR, 400 Gb/s", 50, _INFINIBAND),
@@ -120,6 +124,13 @@ LINKS: dict[str, Link] = {
 }
 
 
+#: What is no link of one rate, and what to give instead (for EFA: the network chapter of `STAS`, table of nodes).
+_SEVERAL_RATES = {
+    "efa": "a GPU gets 6.25 GB/s on AWS P4d, 50 GB/s on P5, P5e, P5en and P6-B200, 100 GB/s on P6-B300",
+    "roce": "its cards are Ethernet's, 100gbe, 200gbe or 400gbe",
+}
+
+
 def link(name: str) -> Link:
     """Return a link by name.
 
@@ -127,9 +138,9 @@ def link(name: str) -> Link:
         name: A key of `LINKS`, for example "nvlink4".
     """
     key = str(name).lower().replace("_", "-")
-    if key not in LINKS:
-        raise ValueError(f"unknown link {name!r}; known are {', '.join(LINKS)}")
-    return LINKS[key]
+    if key in _SEVERAL_RATES:
+        raise ValueError(f"{name!r} has several rates: {_SEVERAL_RATES[key]}")
+    return LINKS[one_of("link", key, LINKS)]
 
 
 #: The links that leave a node, one card's.
@@ -304,6 +315,20 @@ def _card(
     )
 
 
+def _tpu(
+    name: str, gib: int, memory_note: str, terabytes: float, peaks: dict[str, float], **sources: str
+) -> Accelerator:
+    """A TPU: no CUDA, and no link, because a torus between chips is not a link of one bandwidth.
+
+    For v5p and v6e Google prints one peak for bf16 and FP8: FP8 gains nothing there and is left out.
+    """
+    source = "Google Cloud TPU documentation, TPU7x (Ironwood), table of v5p, v6e and TPU7x"
+    return _card(
+        name, gib, memory_note, terabytes, peaks, host=None, cuda=None, formats=tuple(peaks),
+        links="left out: a torus between chips is not a link of one bandwidth", **{"source": source} | sources,
+    )  # fmt: skip
+
+
 _A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
 _H100 = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
 _A100_SOURCE = "NVIDIA A100 datasheet and Ampere whitepaper; A100 columns agree with " + STAS
@@ -457,6 +482,13 @@ ACCELERATORS: dict[str, Accelerator] = {
         "139.81 in github.com/vllm-project/vllm/issues/34553",
         driver=r"\bH200\b", capability=(9, 0), generation="h100",
     ),
+    "h20": _card(
+        "H20", 96, "HBM3", 4.0, {"bf16": 148, "fp16": 148, "fp8": 296, "tf32": 74, "fp32": 44},
+        scale_up="nvlink4", host="pcie5-x16",
+        source="NVIDIA HGX H20 datasheet, dense rates, as quoted elsewhere (secondary)",
+        cuda=95.0, seen="97,285 MiB in published torch device properties",
+        driver=r"\bH20\b(?! 3E)", capability=(9, 0),
+    ),
     "b200": _card(
         "B200", 180, "HBM3e of DGX and HGX; 192 GB are built in, 180 are for use", 7.67,
         {"bf16": 2250, "fp16": 2250, "fp8": 4500}, scale_up="nvlink5", host="pcie5-x16",
@@ -483,6 +515,18 @@ ACCELERATORS: dict[str, Accelerator] = {
         cuda=267.69, seen="messages of training jobs on 2 x 8 B300 in public logs",
         driver=r"\bB300\b", capability=(10, 3), generation="b200",
     ),
+    "gb300": _card(
+        "GB300", 279, "HBM3e; of one of the GPUs", 8.0, {"bf16": 2500, "fp16": 2500, "fp8": 5000, "tf32": 1250},
+        scale_up="nvlink5", host=None,
+        source=f"NVIDIA GB300 NVL72 specifications; {STAS}",
+        memory="Google Cloud, A4X Max machines: 20 TB for 72 GPUs, roughly 279 GB each",
+        memory_bandwidth=f"{STAS}, memory table, of the B300",
+        links="as the GB200: 18 trays of 4 GPUs behind NVLink switches",
+        gpus_per_node=72, gpus_per_host=4, nic="ib-xdr",
+        nic_source=f"{STAS}, network chapter: Quantum-X800, 800 Gb/s a port, in GB300 NVL72",
+        cuda=276.5, seen=f"{STAS}, debugging PyTorch, of a DGX Station",
+        driver=r"\bGB300\b", capability=(10, 3), generation="b200",
+    ),
     "mi300x": _card(
         "MI300X", 192, "HBM3", 5.3, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",
         host="pcie5-x16", source=f"AMD Instinct MI300X datasheet, dense rates; {STAS}", nic="ib-ndr",
@@ -490,12 +534,35 @@ ACCELERATORS: dict[str, Accelerator] = {
         cuda=191.98, seen="github.com/ROCm/vllm/issues/375",
         driver=r"\bMI300X\b", achievable=0.51, formats=("fp16", "bf16", "tf32", "fp8"),
     ),
-    "tpu-v4": _card(
-        "TPU v4", 32, "HBM2", 1.2, {"bf16": 275}, host=None,
-        source=f"{STAS}, memory table", flops="Chowdhery et al. 2022 (arXiv 2204.02311), appendix B",
-        links="left out: a torus between chips is not a link of one bandwidth",
-        cuda=None, formats=("bf16",),
+    "mi325x": _card(
+        "MI325X", 256, "HBM3e", 6.0, {"bf16": 1307, "fp16": 1307, "fp8": 2610}, scale_up="infinity-fabric",
+        host="pcie5-x16", source=f"AMD Instinct MI325X specifications: the MI300X with more memory; {STAS}",
+        cuda=255.69, seen="messages of PyTorch's own tests; 255.98 in vLLM's issues",
+        driver=r"\bMI325X\b", achievable=0.60, formats=("fp16", "bf16", "tf32", "fp8"),
     ),
+    "mi350x": _card(
+        "MI350X", 288, "HBM3e", 8.0, {"bf16": 2307, "fp16": 2307, "fp8": 4614}, scale_up="infinity-fabric-mi350",
+        host="pcie5-x16", source=f"{STAS}, accelerator chapter",
+        flops=f"the MI355X's at 2,200 of its 2,400 MHz, with which {STAS} scales them",
+        nic="400gbe", nic_source="as the MI355X",
+        cuda=287.98, seen="as the MI355X; virtual machines have less",
+        driver=r"\bMI350X\b", achievable=0.62, formats=("fp16", "bf16", "fp8", "mxfp8", "fp4"),
+    ),
+    "mi355x": _card(
+        "MI355X", 288, "HBM3e", 8.0, {"bf16": 2517, "fp16": 2517, "fp8": 5033}, scale_up="infinity-fabric-mi350",
+        host="pcie5-x16", source=f"{STAS}, accelerator chapter",
+        flops=f"1,024 matrix cores of 512 multiply-adds at 2,400 MHz; AMD prints 2.5 and 5 PFLOP/s; {STAS}",
+        nic="400gbe", nic_source="ROCm documentation, distributed inference on MI355X: 8 cards of 400 Gb/s for 8 GPUs",
+        cuda=287.98, seen="messages in public logs",
+        driver=r"\bMI355X\b", achievable=0.62, formats=("fp16", "bf16", "fp8", "mxfp8", "fp4"),
+    ),
+    "tpu-v4": _tpu(
+        "TPU v4", 32, "HBM2", 1.2, {"bf16": 275},
+        source=f"{STAS}, memory table", flops="Chowdhery et al. 2022 (arXiv 2204.02311), appendix B",
+    ),
+    "tpu-v5p": _tpu("TPU v5p", 95, "HBM2e", 2.765, {"bf16": 459}),
+    "tpu-v6e": _tpu("TPU v6e", 32, "HBM; Trillium", 1.638, {"bf16": 918}),
+    "tpu-v7": _tpu("TPU v7", 192, "HBM; Ironwood, of Google's TPU7x", 7.38, {"bf16": 2307, "fp8": 4614}),
 }  # fmt: skip
 
 ALIASES = {
@@ -504,6 +571,10 @@ ALIASES = {
     "a100-pcie": "a100-80gb-pcie",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
+    "h100-80gb": "h100",
+    "h100-80gb-pcie": "h100-pcie",
+    "trillium": "tpu-v6e",
+    "ironwood": "tpu-v7",
     "4090": "rtx-4090",
 }
 
@@ -521,9 +592,7 @@ def accelerator(name: str) -> Accelerator:
     """
     key = str(name).lower().replace("_", "-").replace(" ", "-")
     key = ALIASES.get(key, key)
-    if key not in ACCELERATORS:
-        raise ValueError(f"unknown accelerator {name!r}; known are {', '.join(ACCELERATORS)}")
-    return ACCELERATORS[key]
+    return ACCELERATORS[one_of("accelerator", key, ACCELERATORS)]
 
 
 #: A part of a GPU (MIG, or a vGPU such as "A10-8Q"), a laptop's, and variants that are sold under the name of another.

@@ -6,6 +6,9 @@ Four conventions, each a common source of wrong answers:
 - K, M, B and T count things: "7B" is seven thousand million. They never mean bytes.
 - A small b is a bit: a 400 Gb/s network card moves 50 GB/s.
 - FLOPs are a count and FLOP/s are a rate.
+
+Tokens of a sequence and of a step are counted in powers of two: "8k" is 8,192 and "4M" is 4,194,304, as PaLM's batch
+of 2,048 sequences of 2,048 tokens is called 4M (arXiv 2204.02311, training setup). Tokens of a whole run are a count.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ BYTE_UNITS = {
     "PiB": PiB,
 }
 COUNT_UNITS = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+TOKEN_UNITS = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20}
 SI_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Z": 10**21}
 TIME_UNITS = {
     "ns": 1e-9,
@@ -92,6 +96,22 @@ def parse_count(text: str | float) -> int:
     if abs(count - round(count)) > 1e-9 * max(1.0, count):
         raise ValueError(f"{shown(text)} is not a whole number")
     return round(count)
+
+
+def parse_tokens(text: str | float) -> int:
+    """Return the tokens of a sequence or of a step that "8k", "8192" or "4M" says.
+
+    Args:
+        text: A number, with k or K for 1,024 and M for 1,048,576.
+    """
+    value, unit = _split(text, "a number of tokens", "8k")
+    if unit not in TOKEN_UNITS:
+        raise ValueError(f"{shown(text)} is not a number of tokens: after it use k (1,024), M (1,048,576) or nothing")
+    tokens = value * TOKEN_UNITS[unit]
+    if tokens != round(tokens):
+        said = f", as {unit} is {TOKEN_UNITS[unit]:,}: write all its digits" if unit else ""
+        raise ValueError(f"{shown(text)} is not a whole number of tokens{said}")
+    return round(tokens)
 
 
 def parse_bandwidth(text: str | float) -> float:

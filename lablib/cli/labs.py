@@ -17,7 +17,9 @@ import typer
 
 from lablib.calc.errors import json_text, parse_json
 
-app = typer.Typer(help="List and run the labs.", no_args_is_help=True)
+app = typer.Typer(
+    name="labs", help="List and run the labs.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 POLL_S = 0.2
 FULL_B = 1 << 20  # a disk with less room than this is full
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -218,7 +220,7 @@ def cost(
     machine: Annotated[list[str], typer.Argument(help="GPUs, kind and price per GPU and hour: 2xa10@0.75 2xh100@3.")],
     lab: Annotated[list[str] | None, typer.Option("--lab", help="A lab; repeatable. Default: all.")] = None,
     model: Annotated[str, typer.Option(help="Model of the prediction.")] = "gpt2",
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 1024,
+    seq: Annotated[str, typer.Option(help="Tokens in a sequence, like 1024 or 1k.")] = "1024",
     batch: Annotated[int, typer.Option(help="Sequences of a step on one GPU.")] = 8,
     tokens: Annotated[str, typer.Option(help="Tokens to train on.")] = "1B",
     setup: Annotated[float, typer.Option(help="Minutes to set a machine up.")] = 10,
@@ -229,12 +231,13 @@ def cost(
     from lablib.calc.errors import plural
     from lablib.calc.flops import ALL_PAIRS
     from lablib.calc.runs import expect_step, lab_budgets, parse_machine
-    from lablib.calc.units import format_count, parse_count
+    from lablib.calc.units import format_count, parse_count, parse_tokens
 
     machines, labs, wanted = [parse_machine(text) for text in machine], lab_budgets(lab), parse_count(tokens)
+    length = parse_tokens(seq)
     minutes = setup + sum(each.minutes for each in labs)
     bills = [each.cost(minutes, billing) for each in machines]
-    expected = [expect_step(each, model=model, seq=seq, batch=batch) for each in machines]
+    expected = [expect_step(each, model=model, seq=length, batch=batch) for each in machines]
     if as_json:
         rows = [
             {
@@ -259,13 +262,14 @@ def cost(
         lines.append(f"{'setup':<5}{setup:>7.1f} {price:>8.2f}  copy, environment, rung doctor --gpu")
         lines.append(f"{'all':<5}{minutes:>7.1f} {bill:>8.2f}  billed by the {billing}")
         typer.echo("\n".join([*lines, "minutes are budgets, not measured: --budget-minutes holds them", ""]))
-    typer.echo(f"Predicted: {model}, FSDP, {plural(batch, 'sequence')} of {plural(seq, 'token')} a GPU and step")
+    typer.echo(f"Predicted: {model}, FSDP, {plural(batch, 'sequence')} of {plural(length, 'token')} a GPU and step")
     heads = ("link GB/s", "ms/step", "scaling", "MFU", "tokens/s", "GB", f"cost of {format_count(wanted)}")
     typer.echo(f"{'':<20}{{:>10}}{{:>8}}{{:>8}}{{:>5}}{{:>10}}{{:>6}}{{:>13}}".format(*heads))
     for each in expected:
+        speed = each.tokens_per_second
         typer.echo(
             f"{each.machine.name:<20}{each.bandwidth / 1e9:>10.1f}{1e3 * each.seconds:>8.1f}{each.efficiency:>8.0%}"
-            f"{each.mfu:>5.0%}{each.tokens_per_second:>10,.0f}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>13.2f}"
+            f"{each.mfu:>5.0%}{f'{speed:,.0f}' if speed < 1e7 else format_count(speed):>10}{each.memory / 1e9:>6.1f}{each.cost_of(wanted):>13.2f}"
         )
     typer.echo(f"MFU: {ALL_PAIRS} count")
     for name in dict.fromkeys(f"{each.machine.gpu.name}: {each.link}" for each in expected):

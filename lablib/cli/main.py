@@ -1,29 +1,48 @@
-"""The `rung` command. Each subcommand imports what it needs when it runs, so a calculator never loads torch."""
+"""The `rung` command. A subcommand's module is imported when it is called, and what it needs when it runs.
+
+So a calculator never loads torch, and `rung memory` waits for no other command.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from lablib.calc.errors import json_text
-from lablib.calc.models import preset, preset_names
-from lablib.calc.params import count_params
-from lablib.calc.units import format_count
-from lablib.cli import labs
-from lablib.cli.doctor import doctor
-from lablib.cli.fit import fit
-from lablib.cli.labs import cost
-from lablib.cli.memory import memory, memory_snapshot
-from lablib.cli.plan import plan
-from lablib.cli.report import compare, graduate, report
-from lablib.cli.schedule import schedule
+#: The modules of the subcommands, in the order of the help.
+COMMANDS = {
+    "memory": "memory",
+    "memory-snapshot": "memory",
+    "fit": "fit",
+    "plan": "plan",
+    "doctor": "doctor",
+    "schedule": "schedule",
+    "cost": "labs",
+    "report": "report",
+    "compare": "report",
+    "graduate": "report",
+    "models": "main",
+    "labs": "labs",
+}
+#: What other programs call our options.
+ALSO_CALLED = {
+    "--batch-size": ("--micro-batch", "--global-batch", "--batch"),
+    "--seq-length": ("--seq",),
+    "--sequence-length": ("--seq",),
+}
 
 
 def model_table(*, as_json: bool = False) -> str:
     """Return the models as text: one line each, or JSON with every field of ModelConfig and the counts."""
+    from dataclasses import asdict
+
+    from lablib.calc.errors import json_text
+    from lablib.calc.models import preset, preset_names
+    from lablib.calc.params import count_params
+    from lablib.calc.units import format_count
+
     rows = [(preset(name), count_params(preset(name))) for name in preset_names()]
     if as_json:
         return json_text([asdict(config) | {"total": count.total, "active": count.active} for config, count in rows])
@@ -53,6 +72,10 @@ class OneSentence(TyperGroup):
             if message.startswith("Usage:"):  # `rung` alone: the message is the help
                 typer.echo(message)
                 raise SystemExit(2) from None
+            asked = getattr(error, "option_name", None)
+            here = {name for one in error.ctx.command.params for name in one.opts} if error.ctx else set()
+            if meant := [name for name in ALSO_CALLED.get(asked, ()) if name in here]:
+                message = f"No such option: {asked}; did you mean {' or '.join(meant)}?"
         except (typer.Abort, KeyboardInterrupt):
             message = "interrupted"
         except ValueError as error:
@@ -70,28 +93,69 @@ class OneSentence(TyperGroup):
         raise SystemExit(2)
 
 
-app = typer.Typer(
-    cls=OneSentence,
-    help="Distributed Training, Rung by Rung: calculators, machine check, labs.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-app.command()(memory)
-app.command()(memory_snapshot)
-app.command()(fit)
-app.command()(plan)
-app.command()(doctor)
-app.command()(schedule)
-app.command()(cost)
-app.command()(report)
-app.command()(compare)
-app.command()(graduate)
-app.add_typer(labs.app, name="labs")
+QUIET = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+#: What a text on the command line is taken for, as messages call it.
+KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-@app.command()
+class Plain:
+    """Makes a value of an option's text. Typer's own way loads pydantic, a quarter of what `rung memory` takes."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the value, or raise a usage error that names the option; Typer calls it."""
+        try:
+            return value if value is None else self.kind(value)
+        except ValueError:
+            raise typer.BadParameter(f"{value!r} is not {KINDS[self.kind]}", ctx=ctx, param=param) from None
+
+
+class ReadsPlainly:
+    """A command whose plain options are read by `Plain`; a Typer that has no such place reads them as it does."""
+
+    def get_params(self, ctx: Any) -> list:
+        """Return arguments and options, `--help` too."""
+        params = super().get_params(ctx)
+        for one in params:
+            kind = getattr(getattr(one, "type_descriptor", None), "annotation", None)
+            if kind in KINDS and one.nargs == 1 and not one.multiple and getattr(one, "min", None) is None:
+                one._runtime_param = Plain(kind)
+        return params
+
+
+class Command(ReadsPlainly, TyperCommand):
+    """A subcommand."""
+
+
+class Rung(ReadsPlainly, OneSentence):
+    """The group of `COMMANDS`, each of which is made when it is asked for."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.commands = dict.fromkeys(COMMANDS)
+
+    def get_command(self, ctx: object, cmd_name: str) -> Any:
+        """Return a subcommand by name, or None."""
+        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
+            module = import_module(f"lablib.cli.{COMMANDS[cmd_name]}")
+            made = module.app if cmd_name == "labs" else typer.Typer(**QUIET)
+            if cmd_name != "labs":
+                made.command(cmd_name, cls=Command)(getattr(module, cmd_name.replace("-", "_")))
+            self.commands[cmd_name] = typer.main.get_command(made)
+        return self.commands.get(cmd_name)
+
+
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models that the calculators know."""
     typer.echo(model_table(as_json=as_json))
+
+
+app = typer.Typer(
+    cls=Rung,
+    help="Distributed Training, Rung by Rung: calculators, machine check, labs.",
+    no_args_is_help=True,
+    **QUIET,
+)
+app.callback()(lambda: None)

@@ -18,7 +18,7 @@ import typer
 
 from lablib.calc.errors import json_text
 from lablib.calc.memory import SETTINGS
-from lablib.calc.units import MiB, parse_bytes
+from lablib.calc.units import MiB, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from lablib.calc.runs import HeldMemory, MemoryHistory
@@ -66,7 +66,7 @@ def _option(name: str, optional: bool) -> inspect.Parameter:
     setting = SETTINGS[name]
     default = f"{setting.default // MiB} MiB" if name == "bucket_bytes" else setting.default
     kind = {
-        "seq": int,
+        "seq": str,
         "num_microbatches": int,
         "etp": int,
         "prefetch": int,
@@ -86,6 +86,8 @@ def from_text(settings: Mapping[str, object]) -> dict[str, object]:
         ValueError: If a text does not parse.
     """
     found = dict(settings)
+    if found.get("seq") is not None:
+        found["seq"] = parse_tokens(found["seq"])
     if "bucket_bytes" in found:
         found["bucket_bytes"] = parse_bytes(str(found["bucket_bytes"]))
     if found.get("layers_per_stage") is not None:
@@ -125,11 +127,13 @@ def memory(
     """Print the bytes that one rank needs for a training step, by term, and whether they fit."""
     from lablib.calc.errors import one_of, plural
     from lablib.calc.memory import run_config, training_memory, verdict
-    from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
 
     assumed = settings["seq"] is None
     run = run_config(named_model(model), **from_text(settings))
-    one_of("step", step, STEPS)
+    if at is not None or explain or gpu is not None or step != "foreach":
+        from lablib.calc.memory.timeline import STEPS, memory_peak, memory_timeline
+
+        one_of("step", step, STEPS)
     if at is not None or explain:
         if explain and at == "all":
             raise ValueError("--explain is about one instant: leave --at all out, or name an instant")

@@ -21,9 +21,16 @@ FRAMEWORKS = "torchtitan, megatron, deepspeed or accelerate"
 def plan(
     model: Annotated[str, typer.Argument(help="Name (see `rung models`) or path of a config.json.")],
     gpus: Annotated[int, typer.Option(help="GPUs in all.")],
-    global_batch: Annotated[int, typer.Option(help="Sequences in a step, over all replicas.")],
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences in a step, over all replicas; or give the next.")
+    ] = None,
+    global_batch_tokens: Annotated[
+        str | None, typer.Option(help="Tokens in a step, like 4M (4 x 1,048,576): the nearest number of sequences.")
+    ] = None,
     gpu: Annotated[str, typer.Option(help="Accelerator, for example h100.")] = "h100",
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the model's longest.")] = None,
+    seq: Annotated[
+        str | None, typer.Option(help="Tokens in a sequence, like 8k (8,192); default: the model's longest.")
+    ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(help="GPUs that the scale-up link connects; default: the accelerator's.")
     ] = None,
@@ -89,7 +96,8 @@ def plan(
     from lablib.calc.layouts import counting_for
     from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
-    from lablib.calc.units import parse_bytes
+    from lablib.calc.memory import resolve_model
+    from lablib.calc.units import parse_bytes, parse_tokens
     from lablib.cli.memory import named_model
 
     if top < 1:
@@ -100,10 +108,12 @@ def plan(
         raise ValueError("--price and --storage belong to a bill: give --tokens too")
     if tokens and export:
         raise ValueError("--tokens and --export print two different things; give one")
-    config = named_model(model)
+    config = resolve_model(named_model(model))
+    length = config.max_positions if seq is None else parse_tokens(seq)
+    sequences = _sequences(global_batch, global_batch_tokens, length)
     if export:
         counting = counting_for(
-            export, config, seq=seq, global_batch=global_batch, gpus_per_node=gpus_per_node,
+            export, config, seq=length, global_batch=sequences, gpus_per_node=gpus_per_node,
             implementation=implementation, recipe=recipe, attention=attention,
         )  # fmt: skip
     else:
@@ -112,8 +122,8 @@ def plan(
         config,
         gpus=gpus,
         gpu=gpu,
-        seq=seq,
-        global_batch=global_batch,
+        seq=length,
+        global_batch=sequences,
         gpus_per_node=gpus_per_node,
         nic=nic,
         intra=intra,
@@ -163,6 +173,22 @@ def plan(
             typer.echo("\n" + bill.text)
 
 
+def _sequences(sequences: int | None, tokens: str | None, seq: int) -> int:
+    """Return the sequences of a step, given in sequences or in tokens."""
+    from lablib.calc.units import parse_tokens
+
+    if (sequences is None) == (tokens is None):
+        raise ValueError(
+            "give the batch of a step once: --global-batch in sequences, or --global-batch-tokens, like 4M"
+        )
+    if tokens is None:
+        return sequences
+    found = parse_tokens(tokens)
+    if 2 * found < seq:
+        raise ValueError(f"--global-batch-tokens={tokens} is less than half a sequence of {seq:,} tokens")
+    return (2 * found + seq) // (2 * max(seq, 1))
+
+
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
     from lablib.calc.layouts.planner import not_modelled
@@ -179,6 +205,7 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "links": machine.links(),
         "seq": result.load.seq,
         "global_batch": result.load.global_batch,
+        "global_batch_tokens": result.load.global_batch * result.load.seq,
         "recipe": result.load.recipe.name,
         "training": result.load.training.as_dict(),
         "implementation": result.counting.implementation,
@@ -238,7 +265,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     lines = [
         *textwrap.wrap(
             f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
-            f"{plural(load.seq, 'token')} a step",
+            f"{plural(load.seq, 'token')} a step ({load.global_batch * load.seq:,})",
             80,
         ),
         *parameters_line(load.model),

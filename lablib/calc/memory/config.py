@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from os import PathLike
+from os.path import exists
 from typing import Any
 
 from lablib.calc.errors import LARGEST, check_flag, check_whole, either, one_of
@@ -64,7 +66,10 @@ class RunConfig:
     )
     micro_batch: int = _setting(1, "Sequences in one forward pass of one replica.", least=1)
     seq: int = _setting(
-        None, "Tokens in a sequence, before cp divides it; default: the model's longest.", least=1, most=LONGEST
+        None,
+        "Tokens in a sequence, before cp divides it, like 8192 or 8k; default: the model's longest.",
+        least=1,
+        most=LONGEST,
     )
     dp: int = _setting(1, "Data-parallel replicas.", least=1)
     zero: int = _setting(
@@ -388,15 +393,19 @@ def resolve_model(model: ModelConfig | str | PathLike) -> ModelConfig:
     """Return the model that was meant: a ModelConfig, the name of a preset, or the path of a config.json.
 
     Args:
-        model: Text counts as a path if it contains a slash or ends in .json.
+        model: Text counts as a path if it contains a slash or ends in .json; "meta-llama/Llama-3.1-8B" is one only if it
+            is there.
 
     Raises:
         ValueError: If there is no such model or file.
     """
     if isinstance(model, ModelConfig):
         return model
-    if isinstance(model, PathLike) or (isinstance(model, str) and ("/" in model or model.endswith(".json"))):
+    if isinstance(model, PathLike):
         return from_hf(model)
+    if isinstance(model, str) and ("/" in model or model.endswith(".json")):
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.json)", model) and not exists(model)
+        return preset(model) if hub else from_hf(model)
     if not isinstance(model, str):
         raise ValueError(f"model={model!r} must be a ModelConfig, the name of a preset, or the path of a config.json")
     return preset(model)

@@ -191,9 +191,8 @@ class Stage:
         With tied embeddings and several stages the last stage holds a copy of the token table, as Megatron-LM does.
         """
         config = self.run.model
-        found = {
-            kind: tuple(layer_tensors(config, layer)) for kind, layer in zip(self.blocks, self.layers, strict=True)
-        }
+        one_of_each = dict(zip(self.blocks, self.layers, strict=True))
+        found = {kind: tuple(layer_tensors(config, layer)) for kind, layer in one_of_each.items()}
         if self.is_first:
             # Hugging Face's plan splits the head's vocabulary, and not the embedding's.
             unsplit = self.run.implementation.eager

@@ -6,8 +6,6 @@ The counts that `lablib.calc.params` makes of them are held to the published tot
 
 from __future__ import annotations
 
-import difflib
-
 from lablib.calc.errors import shown
 from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.details import DETAILS
@@ -187,11 +185,23 @@ PRESETS: dict[str, dict] = {
 }
 
 
+def nearest_presets(name: str) -> list[str]:
+    """Return the presets that a name may mean, also one of a Hub: "meta-llama/Meta-Llama-3-8B-Instruct"."""
+    import difflib  # 10 ms that only a mistake should pay
+
+    text = name.lower().rpartition("/")[2].removeprefix("meta-")
+    inside = [key for key in PRESETS if f"{text}-".startswith(f"{key}-")]
+    return [max(inside, key=len)] if inside else difflib.get_close_matches(text, PRESETS, n=3)
+
+
 def preset(name: str) -> ModelConfig:
     """Return a published model by name, for example "llama-3-8b"; ValueError suggests close names."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3) or sorted(PRESETS)
-        raise ValueError(f"unknown model {shown(name)}; did you mean {', '.join(close)}?")
+        text = str(name)
+        hint = f"did you mean {', '.join(nearest_presets(text) or sorted(PRESETS))}?"
+        if "/" in text:
+            hint += " Nothing is fetched from a Hub: of any other model give the path of its config.json"
+        raise ValueError(f"unknown model {shown(name)}; {hint}")
     return ModelConfig(name=name, **PRESETS[name], **DETAILS.get(name, {}))
 
 

@@ -351,9 +351,6 @@ _SINCE = {
 }
 #: Units that a later generation no longer has: Blackwell emulates FP8 in blocks with MXFP8 (Transformer Engine).
 _UNTIL = {"fp8-block": (9, 0)}
-#: Those whose rates the hardware table does not have.
-_NAMES = {"mi355x": "AMD Instinct MI350X and MI355X"}
-_FORMATS = {"mi355x": ("fp16", "bf16", "fp8", "mxfp8", "fp4")}
 _MATRIX = "Transformer Engine, support matrix"
 #: Where it stands, by compute capability or by key.
 _SOURCES = {
@@ -363,9 +360,16 @@ _SOURCES = {
     (8, 6): "NVIDIA, Ampere whitepaper",
     (12, 0): f"{_MATRIX}; PTX ISA, mma",
     "mi300x": "AMD data sheet; hipBLASLt documentation",
+    "mi325x": "AMD data sheet; hipBLASLt documentation",
+    "mi350x": "AMD, Matrix Core Programming; hipBLASLt documentation",
     "mi355x": "AMD, Matrix Core Programming; hipBLASLt documentation",
     "tpu-v4": "Google Cloud, TPU v4",
+    "tpu-v5p": "Google Cloud, TPU v5p",
+    "tpu-v6e": "Google Cloud, TPU v6e",
+    "tpu-v7": "Google Cloud, TPU7x",
 }
+#: Whose FP8 has no infinity and no negative zero: CDNA 3.
+_FNUZ = ("mi300x", "mi325x")
 
 
 @dataclass(frozen=True)
@@ -373,7 +377,7 @@ class Support:
     """The formats that one GPU multiplies in matrix units.
 
     Attributes:
-        card: Key in `hardware.ACCELERATORS`, save for "mi355x", whose rates are not there.
+        card: Key in `hardware.ACCELERATORS`.
         capability: Compute capability as text, "" where it is not NVIDIA's.
         formats: Those of `UNITS` that it has.
         fp8_formats: Keys in `FORMATS` of its FP8 variants.
@@ -390,24 +394,21 @@ class Support:
 
 def support(card: str) -> Support:
     """Return which formats a GPU multiplies in matrix units."""
-    if card in _NAMES:
-        key, name, level, formats = card, _NAMES[card], None, _FORMATS[card]
-    else:
-        found = accelerator(card)
-        key = next(key for key, row in ACCELERATORS.items() if row is found)
-        name, level, formats = found.name, found.capability, found.formats
+    found = accelerator(card)
+    key = next(key for key, row in ACCELERATORS.items() if row is found)
+    level, formats = found.capability, found.formats
     if level:
         formats = tuple(unit for unit in UNITS if _SINCE[unit] <= level <= _UNTIL.get(unit, level))
     capability = ".".join(map(str, level or ()))
     source = _SOURCES.get(level) or _SOURCES.get(key, _MATRIX)
-    variants = ("e4m3fnuz", "e5m2fnuz") if key == "mi300x" else ("e4m3", "e5m2")
-    return Support(key, name, capability, formats, variants if "fp8" in formats else (), source)
+    variants = ("e4m3fnuz", "e5m2fnuz") if key in _FNUZ else ("e4m3", "e5m2")
+    return Support(key, found.name, capability, formats, variants if "fp8" in formats else (), source)
 
 
 def support_table() -> list[Support]:
     """Return every GPU with its formats, NVIDIA's oldest generation first."""
     ages = sorted(ACCELERATORS, key=lambda card: ACCELERATORS[card].capability or (99, 0))
-    return [support(card) for card in (*ages, *_NAMES)]
+    return [support(card) for card in ages]
 
 
 def peak_ratio(card: str, fast: str, slow: str) -> float:

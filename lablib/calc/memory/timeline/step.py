@@ -200,6 +200,7 @@ class Step:
         self.reduction = make_reduction(stage, self.on_device, self.buffers, accumulates)
         #: The last layers of chunks behind which another stage comes: it sends them their gradient.
         self.receives = {c[-1] for c in stage.chunks if c and c[-1] + 1 < self.run.model.num_layers}
+        self._pieces: dict[tuple, Piece] = {}
         self.blocks = [self.block(layer) for layer in stage.layers]
         self.ends = {
             name: self._piece(name, 0)
@@ -213,13 +214,16 @@ class Step:
 
     def _piece(self, which: str, layer: int, retains: bool = False) -> Piece:
         first = self.stage.is_first and layer in self.stage.layers[:1]
-        return piece(
-            which,
-            run_setting(self.run, layer, gradient=self.reduction.gradient_bytes, behind_embedding=first),
-            out_of_place=self.out_of_place,
-            accumulating=self.reduction.accumulates_in_place,
-            retains_grad_output=retains,
-        )
+        alike = which, self.run.model.has_experts(layer), first, retains
+        if alike not in self._pieces:
+            self._pieces[alike] = piece(
+                which,
+                run_setting(self.run, layer, gradient=self.reduction.gradient_bytes, behind_embedding=first),
+                out_of_place=self.out_of_place,
+                accumulating=self.reduction.accumulates_in_place,
+                retains_grad_output=retains,
+            )
+        return self._pieces[alike]
 
     # The step, instant by instant.
 
