@@ -14,7 +14,9 @@ torchtitan: torchtitan/distributed/fsdp.py and config. Megatron-LM: megatron/tra
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from lablib.calc.errors import one_of
 from lablib.calc.layouts.export.accelerate import ACCELERATE
@@ -22,9 +24,13 @@ from lablib.calc.layouts.export.deepspeed import DEEPSPEED
 from lablib.calc.layouts.export.job import Exporter, ExportJob, export_job
 from lablib.calc.layouts.export.megatron import MEGATRON
 from lablib.calc.layouts.export.torchtitan import TORCHTITAN
-from lablib.calc.layouts.planner import Counting, Layout
+from lablib.calc.layouts.planner import Candidate, Counting, Layout, Plan, missing_units, plan, refusal
 from lablib.calc.memory import find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
+
+#: How many times the step of the plan by itself a file may take; beyond, it is another plan, and refused.
+SLOWER = 1.2
+MOST_TRIED = 20  # layouts, until one can be exported
 
 EXPORTERS: dict[str, Exporter] = {
     "torchtitan": TORCHTITAN,
@@ -102,3 +108,98 @@ def counting_for(
         export_layout(export_job(config, layout, **job), framework)
 
     return replace(counted, framework=framework, accepts=accepts)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A plan as a framework's file.
+
+    Attributes:
+        plan: What the framework's job was chosen of.
+        candidate: What is exported.
+        fastest: The first layout of the plan that is made for no framework; None where nothing fits.
+        text: The file, headed by the first sentence where it has comments.
+        said: Step times first, then how it was counted, what was not, and what the framework could not use.
+    """
+
+    plan: Plan
+    candidate: Candidate
+    fastest: Candidate | None
+    text: str
+    said: tuple[str, ...]
+
+
+def export_plan(
+    model: ModelConfig | str,
+    framework: str,
+    *,
+    implementation: str | None = None,
+    recipe: str | None = None,
+    **job: object,
+) -> Export:
+    """Return the first layout of a plan for a framework as its file, beside the plan that is made for none.
+
+    Args:
+        implementation: Whose operators both plans count; None means the framework's and `plan`'s own.
+        recipe: Dtypes of both plans; None means the same.
+        **job: Arguments of `plan`; layout fields that are given hold for both.
+
+    Raises:
+        ValueError: If nothing can be exported, or only what is more than `SLOWER` times slower than the other plan.
+    """
+    config = resolve_model(model)
+    own = {name: job[name] for name in ("seq", "global_batch", "gpus_per_node", "attention") if name in job}
+    counting = counting_for(framework, config, implementation=implementation, recipe=recipe, **own)
+    found = plan(config, recipe_=recipe, counting=counting, **job)
+    candidate, text, passed = _first_exported(found, framework, recipe)
+    by_itself = Counting() if implementation is None else Counting(implementation=implementation)
+    free = plan(config, recipe_=recipe, counting=by_itself, **job)
+    fastest = free.best if free.candidates else None
+    times = f"{framework}: {candidate.step:.3f} s a step"
+    if fastest is None:
+        times += f"; without an export nothing fits, counted as {by_itself.implementation}"
+    else:
+        times += (
+            f", {candidate.step / fastest.step:.2f} times the {fastest.step:.3f} s of the plan without an export "
+            f"({fastest.layout}, counted as {by_itself.implementation})"
+        )
+    unused = [
+        f"not used: {count:,} layouts, {reason}"
+        for reason, count in found.left_out.items()
+        if re.search(r"\b(tp|cp|ep|pp)=", reason)
+    ]
+    if fastest and candidate.step > SLOWER * fastest.step:
+        known = not refusal(found.load, fastest.layout, counting)
+        why = f"as {framework} trains it that layout needs more memory, or more time" if known else "; ".join(unused)
+        raise ValueError(
+            f"{times}; beyond {SLOWER:g} times no file is written, here of {candidate.layout}; {why}. "
+            "What you fix, such as --tp 1 --recompute full, holds for both plans"
+        )
+    mark = f"; unproven: {', '.join(candidate.peak.unproven)}" if candidate.peak.unproven else ""
+    said = (
+        times,
+        f"counted as {counting.implementation}: {candidate.layout} peaks at {candidate.total_memory / 1e9:.1f} of "
+        f"{found.capacity / 1e9:.1f} GB ({candidate.peak.at}{mark})",
+        *(f"not counted: {what}" for what in counting.not_counted),
+        *missing_units(found.load),
+        *unused,
+        *passed,
+    )
+    return Export(found, candidate, fastest, text if text.startswith("{") else f"# {times}.\n{text}", said)
+
+
+def _first_exported(found: Plan, framework: str, recipe: str | None) -> tuple[Candidate, str, list[str]]:
+    """The first layout that the exporter takes, its file, and why those before it were passed over."""
+    load, machine = found.load, found.cluster
+    passed: list[str] = []
+    for candidate in islice(chain((found.best,), found.candidates), MOST_TRIED):
+        try:
+            job = export_job(
+                load.model, candidate.layout, seq=load.seq, global_batch=load.global_batch,
+                gpus_per_node=min(machine.gpus_per_node, machine.gpu.gpus_per_host),
+                sequence_parallel=load.sequence_parallel, recipe=recipe, attention=load.attention,
+            )  # fmt: skip
+            return candidate, export_layout(job, framework), passed
+        except ValueError as error:
+            passed.append(f"passed over: {candidate.layout}, {candidate.step:.3f} s: {error}")
+    raise ValueError(f"{framework} can run none of the first {MOST_TRIED} layouts; {passed[0]}")
