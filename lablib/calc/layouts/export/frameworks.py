@@ -155,12 +155,12 @@ def export_plan(
     by_itself = Counting() if implementation is None else Counting(implementation=implementation)
     free = plan(config, recipe_=recipe, counting=by_itself, **job)
     fastest = free.best if free.candidates else None
-    times = f"{framework}: {candidate.step:.3f} s a step"
+    times = f"{framework}: predicted {candidate.step:.3f} s a step"
     if fastest is None:
-        times += f"; without an export nothing fits, counted as {by_itself.implementation}"
+        times += f"; without --export nothing fits, counted as {by_itself.implementation}"
     else:
         times += (
-            f", {candidate.step / fastest.step:.2f} times the {fastest.step:.3f} s of the plan without an export "
+            f", {candidate.step / fastest.step:.2f} times the {fastest.step:.3f} s of the plan without --export "
             f"({fastest.layout}, counted as {by_itself.implementation})"
         )
     unused = [

@@ -587,7 +587,8 @@ def nothing_fits(result: Plan) -> str:
         f"{near.peak.total / 1e9:,.1f} GB at its peak and one {result.cluster.gpu.name} has "
         f"{result.capacity / 1e9:.1f} GB for it{spare}, counted as "
         f"{result.counting.implementation}; its largest term is "
-        f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}"
+        f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}, or ask `rung fit`, which knows "
+        "offload, other optimizers and adapters"
     )
 
 
