@@ -691,23 +691,14 @@ def test_a_layout_that_a_framework_cannot_run_is_not_planned_for_it() -> None:
 
 def test_an_export_says_its_time_beside_the_plans_and_refuses_another_plan() -> None:
     """torchtitan's tensor parallelism is counted by nobody, and 405B on 16,384 GPUs needs it."""
-    job = ["plan", "llama-3.1-405b", "--gpus", "16384", "--seq", "8192", "--global-batch", "2048"]
-    first = json.loads(rung(*job, "--json")[1])["layouts"][0]["step_seconds"]
-    code, out, err = rung(*job, "--export", "torchtitan")
-    assert (code, out) == (2, "")
-    own, ratio = (
-        float(re.search(pattern, err)[1]) for pattern in (r"predicted ([\d.]+) s a step", r"step, ([\d.]+) times")
-    )
-    assert ratio == pytest.approx(own / first, abs=0.01)
-    assert ratio > 1.2
-    assert f"{first:.3f} s of the plan without --export" in err
-    assert "with tp=2 is not known" in err
-    code, out, err = rung(*PLAN, "--export", "megatron")
-    assert code == 0
-    own, ratio = (
-        float(re.search(pattern, err)[1]) for pattern in (r"predicted ([\d.]+) s a step", r"step, ([\d.]+) times")
-    )
-    assert ratio == pytest.approx(own / json.loads(rung(*PLAN, "--json")[1])["layouts"][0]["step_seconds"], abs=0.01)
+    large = ["plan", "llama-3.1-405b", "--gpus", "16384", "--seq", "8192", "--global-batch", "2048"]
+    for job, framework, refused in ((large, "torchtitan", True), (PLAN, "megatron", False)):
+        first = json.loads(rung(*job, "--json")[1])["layouts"][0]["step_seconds"]
+        code, out, err = rung(*job, "--export", framework)
+        own, ratio, beside = map(float, re.findall(r"[\d.]+(?= s a step| times the| s of the plan)", err)[:3])
+        assert (ratio, beside) == pytest.approx((own / first, first), abs=0.01)
+        assert (code == 2, not out, ratio > 1.2) == (refused,) * 3
+        assert ("with tp=2 is not known" in err) is refused
 
 
 def test_a_plan_says_what_is_unproven_what_it_keeps_free_and_what_its_network_is_worth() -> None:

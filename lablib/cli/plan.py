@@ -83,22 +83,12 @@ def plan(
         raise ValueError("--json and --export print two different things; give one")
     config = named_model(model)
     job = {
-        "gpus": gpus,
-        "gpu": gpu,
-        "seq": seq,
-        "global_batch": global_batch,
-        "gpus_per_node": gpus_per_node,
-        "nic": nic,
-        "intra": intra,
-        "rails": rails,
-        "nics_per_node": nics_per_node,
-        "attention": attention,
-        "sequence_parallel": sequence_parallel,
+        "gpus": gpus, "gpu": gpu, "seq": seq, "global_batch": global_batch, "gpus_per_node": gpus_per_node, "nic": nic,
+        "nics_per_node": nics_per_node, "intra": intra, "rails": rails, "attention": attention, "cp_way": cp_way,
+        "sequence_parallel": sequence_parallel, "imbalance": imbalance,
         "reserve": None if reserve is None else parse_bytes(reserve),
-        "imbalance": imbalance,
-        "cp_way": cp_way,
         **{name: value for name, value in layout.items() if value is not None},
-    }
+    }  # fmt: skip
     if export:
         from lablib.calc.layouts import export_plan
 

@@ -19,25 +19,7 @@ that version is installed, and holds the recorded files to what is written today
 Read `job` first, then `megatron`.
 """
 
-from lablib.calc.layouts.export.frameworks import (
-    COUNTED,
-    EXPORTERS,
-    SLOWER,
-    Export,
-    counting_for,
-    export_layout,
-    export_plan,
-)
+from lablib.calc.layouts.export.frameworks import COUNTED, EXPORTERS, SLOWER, counting_for, export_layout, export_plan
 from lablib.calc.layouts.export.job import ExportJob, export_job
 
-__all__ = [
-    "COUNTED",
-    "EXPORTERS",
-    "SLOWER",
-    "Export",
-    "ExportJob",
-    "counting_for",
-    "export_job",
-    "export_layout",
-    "export_plan",
-]
+__all__ = ["COUNTED", "EXPORTERS", "SLOWER", "ExportJob", "counting_for", "export_job", "export_layout", "export_plan"]

@@ -15,8 +15,9 @@ torchtitan: torchtitan/distributed/fsdp.py and config. Megatron-LM: megatron/tra
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 from lablib.calc.errors import one_of
 from lablib.calc.layouts.export.accelerate import ACCELERATE
@@ -24,13 +25,12 @@ from lablib.calc.layouts.export.deepspeed import DEEPSPEED
 from lablib.calc.layouts.export.job import Exporter, ExportJob, export_job
 from lablib.calc.layouts.export.megatron import MEGATRON
 from lablib.calc.layouts.export.torchtitan import TORCHTITAN
-from lablib.calc.layouts.planner import Candidate, Counting, Layout, Plan, missing_units, plan, refusal
+from lablib.calc.layouts.planner import Candidate, Counting, Layout, Plan, missing_units, plan
 from lablib.calc.memory import find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
 
 #: How many times the step of the plan by itself a file may take; beyond, it is another plan, and refused.
 SLOWER = 1.2
-MOST_TRIED = 20  # layouts, until one can be exported
 
 EXPORTERS: dict[str, Exporter] = {
     "torchtitan": TORCHTITAN,
@@ -110,70 +110,50 @@ def counting_for(
     return replace(counted, framework=framework, accepts=accepts)
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(NamedTuple):
     """A plan as a framework's file.
 
     Attributes:
-        plan: What the framework's job was chosen of.
-        candidate: What is exported.
-        fastest: The first layout of the plan that is made for no framework; None where nothing fits.
         text: The file, headed by the first sentence where it has comments.
         said: Step times first, then how it was counted, what was not, and what the framework could not use.
     """
 
-    plan: Plan
     candidate: Candidate
-    fastest: Candidate | None
     text: str
     said: tuple[str, ...]
 
 
 def export_plan(
-    model: ModelConfig | str,
-    framework: str,
-    *,
-    implementation: str | None = None,
-    recipe: str | None = None,
+    model: ModelConfig | str, framework: str, *, implementation: str | None = None, recipe: str | None = None,
     **job: object,
-) -> Export:
+) -> Export:  # fmt: skip
     """Return the first layout of a plan for a framework as its file, beside the plan that is made for none.
 
     Args:
-        implementation: Whose operators both plans count; None means the framework's and `plan`'s own.
-        recipe: Dtypes of both plans; None means the same.
+        implementation: Whose operators both plans count; None means the framework's and the papers'.
         **job: Arguments of `plan`; layout fields that are given hold for both.
 
     Raises:
         ValueError: If nothing can be exported, or only what is more than `SLOWER` times slower than the other plan.
     """
-    config = resolve_model(model)
     own = {name: job[name] for name in ("seq", "global_batch", "gpus_per_node", "attention") if name in job}
-    counting = counting_for(framework, config, implementation=implementation, recipe=recipe, **own)
-    found = plan(config, recipe_=recipe, counting=counting, **job)
+    counting = counting_for(framework, model, implementation=implementation, recipe=recipe, **own)
+    found = plan(model, recipe_=recipe, counting=counting, **job)
     candidate, text, passed = _first_exported(found, framework, recipe)
-    by_itself = Counting() if implementation is None else Counting(implementation=implementation)
-    free = plan(config, recipe_=recipe, counting=by_itself, **job)
-    fastest = free.best if free.candidates else None
-    times = f"{framework}: predicted {candidate.step:.3f} s a step"
-    if fastest is None:
-        times += f"; without --export nothing fits, counted as {by_itself.implementation}"
-    else:
-        times += (
-            f", {candidate.step / fastest.step:.2f} times the {fastest.step:.3f} s of the plan without --export "
-            f"({fastest.layout}, counted as {by_itself.implementation})"
-        )
+    whose = implementation or "paper"
+    free = plan(model, recipe_=recipe, counting=Counting(implementation=whose), **job)
+    ratio = candidate.step / free.best.step if free.candidates else 0.0
+    beside = f"{ratio:.2f} times the {free.best.step:.3f} s of the plan" if ratio else "and nothing fits in the plan"
+    times = f"{framework}: predicted {candidate.step:.3f} s a step, {beside} without --export, counted as {whose}"
     unused = [
         f"not used: {count:,} layouts, {reason}"
         for reason, count in found.left_out.items()
         if re.search(r"\b(tp|cp|ep|pp)=", reason)
     ]
-    if fastest and candidate.step > SLOWER * fastest.step:
-        known = not refusal(found.load, fastest.layout, counting)
-        why = f"as {framework} trains it that layout needs more memory, or more time" if known else "; ".join(unused)
+    if ratio > SLOWER:
         raise ValueError(
-            f"{times}; beyond {SLOWER:g} times no file is written, here of {candidate.layout}; {why}. "
-            "What you fix, such as --tp 1 --recompute full, holds for both plans"
+            f"{times}: {candidate.layout}, where that has {free.best.layout}; beyond {SLOWER:g} times no file is written; "
+            f"{'; '.join(unused)}. What you fix, such as --tp 1 --recompute full, holds for both plans"
         )
     mark = f"; unproven: {', '.join(candidate.peak.unproven)}" if candidate.peak.unproven else ""
     said = (
@@ -185,14 +165,14 @@ def export_plan(
         *unused,
         *passed,
     )
-    return Export(found, candidate, fastest, text if text.startswith("{") else f"# {times}.\n{text}", said)
+    return Export(candidate, text if text.startswith("{") else f"# {times}.\n{text}", said)
 
 
 def _first_exported(found: Plan, framework: str, recipe: str | None) -> tuple[Candidate, str, list[str]]:
     """The first layout that the exporter takes, its file, and why those before it were passed over."""
     load, machine = found.load, found.cluster
     passed: list[str] = []
-    for candidate in islice(chain((found.best,), found.candidates), MOST_TRIED):
+    for candidate in islice(chain((found.best,), found.candidates), 20):
         try:
             job = export_job(
                 load.model, candidate.layout, seq=load.seq, global_batch=load.global_batch,
@@ -202,4 +182,4 @@ def _first_exported(found: Plan, framework: str, recipe: str | None) -> tuple[Ca
             return candidate, export_layout(job, framework), passed
         except ValueError as error:
             passed.append(f"passed over: {candidate.layout}, {candidate.step:.3f} s: {error}")
-    raise ValueError(f"{framework} can run none of the first {MOST_TRIED} layouts; {passed[0]}")
+    raise ValueError(f"{framework} can run none of the first layouts; {passed[0]}")

@@ -43,7 +43,7 @@ from lablib.calc.layouts.planner.explain import (
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, check_layout, check_nodes, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak, refusal
+from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import NEAREST, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import MicroBatch, StepWork, Workload, layer_work, pass_seconds, step_time
@@ -98,7 +98,6 @@ __all__ = [
     "plan_reasons",
     "predict_run",
     "reason_against",
-    "refusal",
     "run_choices",
     "step_time",
     "workload_of_run",
