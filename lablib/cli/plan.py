@@ -178,7 +178,8 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
 
     load, machine = result.load, result.cluster
     dropped, first, usable = sum(result.dropped_by.values()), result.best, machine.gpu.usable_bytes
-    spare = f"; a peak with ? is unproven, and leaves {UNPROVEN_SHARE:.1%} more of itself" if first.peak.spare else ""
+    mark = "; a peak with ? is unproven" if first.peak.unproven else ""
+    mark += f", and leaves {UNPROVEN_SHARE:.1%} of itself free too" if first.peak.spare else ""
     lines = [
         *textwrap.wrap(
             f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
@@ -190,7 +191,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         *textwrap.wrap(
             f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
             f"{load.recipe.name}; all of these fit into {result.capacity / 1e9:.1f} GB, the {usable / 1e9:.1f} that "
-            f"CUDA gives less {(usable - result.capacity) / 1e9:.1f} kept free{spare}",
+            f"CUDA gives less {(usable - result.capacity) / 1e9:.1f} kept free{mark}",
             80,
         ),
         *(
