@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -681,7 +682,9 @@ def test_export_prints_the_winner(framework: str) -> None:
         how += ("--implementation", "paper")
     code, out, err = rung(*how)
     assert code == 0
-    assert err.startswith(f"counted as {'paper' if framework == 'torchtitan' else 'megatron'}: tp=2 cp=1 pp=2")
+    times, counted = err.splitlines()[:2]
+    assert out.startswith(f"# {times}.\n# llama-3-8b: tp=2 cp=1 pp=2")
+    assert counted.startswith(f"counted as {'paper' if framework == 'torchtitan' else 'megatron'}: tp=2 cp=1 pp=2")
     said = {"torchtitan": "pipeline_parallel_degree=2,", "megatron": "--pipeline-model-parallel-size 2 "}
     assert said[framework] in out
 
@@ -700,7 +703,7 @@ def test_a_plan_for_a_framework_counts_what_it_trains_in(framework: str, recipe:
     assert code == 0
     how = counting_for(framework, "llama-3-8b", seq=8192, global_batch=64)
     best = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, counting=how).best.layout
-    head = out.splitlines()[2 if framework == "deepspeed" else 0]
+    head = out.splitlines()[2 if framework == "deepspeed" else 1]
     assert f", {recipe}." in head
     assert str(best) in head
 
@@ -712,6 +715,34 @@ def test_a_layout_that_a_framework_cannot_run_is_not_planned_for_it() -> None:
     code, out, err = rung(*PLAN, "--pp", "2", "--implementation", "paper", "--export", "accelerate")
     assert (code, out) == (2, "")
     assert "Accelerate has no such parallelism" in err
+
+
+def test_an_export_says_its_time_beside_the_plans_and_refuses_another_plan() -> None:
+    """torchtitan's tensor parallelism is counted by nobody, and 405B on 16,384 GPUs needs it."""
+    large = ["plan", "llama-3.1-405b", "--gpus", "16384", "--seq", "8192", "--global-batch", "2048"]
+    for job, framework, refused in ((large, "torchtitan", True), (PLAN, "megatron", False)):
+        first = json.loads(rung(*job, "--json")[1])["layouts"][0]["step_seconds"]
+        code, out, err = rung(*job, "--export", framework)
+        own, ratio, beside = map(float, re.findall(r"[\d.]+(?= s a step| times the| s of the plan)", err)[:3])
+        assert (ratio, beside) == pytest.approx((own / first, first), abs=0.01)
+        assert (code == 2, not out, ratio > 1.2) == (refused,) * 3
+        assert ("with tp=2 is not known" in err) is refused
+
+
+def test_a_plan_says_what_is_unproven_what_it_keeps_free_and_what_its_network_is_worth() -> None:
+    out = rung(*PLAN)[1]
+    text, best = " ".join(out.split()), json.loads(rung(*PLAN, "--json")[1])["layouts"][0]
+    assert f"unproven ({', '.join(best['unproven'])})" in text
+    assert f"{best['memory_bytes'] / 1e9:.1f}?" in out
+    given = json.loads(rung(*PLAN, "--reserve", "2.5 GiB", "--json")[1])["layouts"][0]
+    assert best["spared_bytes"] > given["spared_bytes"] == 0
+    names = ("tp", "cp", "pp", "zero", "micro_batch", "recompute", "virtual_stages")
+    layout = [f"--{name.replace('_', '-')}={best[name]}" for name in names]
+    half = json.loads(rung(*PLAN, *layout, "--nic", "25 GB/s", "--json")[1])["layouts"][0]["step_seconds"]
+    assert f"with half of its 50 GB/s a GPU the first layout takes {half:.3f} s" in text
+    assert "The network is assumed" not in rung(*PLAN, "--nic", "50 GB/s")[1]
+    few = rung("plan", "llama-3.2-3b", "--gpus", "4", "--gpu", "rtx-4090", "--seq", "2048", "--global-batch", "64")[1]
+    assert "15.75 GB/s inside a node of 4 (assumed)" in " ".join(few.split())
 
 
 MOE_PLAN = ["plan", "qwen3-30b-a3b", "--gpus", "64", "--seq", "4096", "--global-batch", "256"]

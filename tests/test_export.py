@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lablib.calc.layouts import export_job, export_layout
-from lablib.calc.layouts.export import EXPORTERS
+from lablib.calc.layouts import export_job, export_layout, export_plan
+from lablib.calc.layouts.export import COUNTED, EXPORTERS, ExportJob, frameworks
 from lablib.calc.layouts.export.accelerate import BLOCKS
 from lablib.calc.layouts.planner import Layout
 from lablib.calc.models import ModelConfig, from_hf, preset
@@ -86,6 +87,26 @@ def test_torchtitan_holds_what_was_planned(case: Case) -> None:
             "route_norm": router.normalized, "route_scale": router.scale,
             "num_expert_groups": router.groups or None, "num_limited_groups": router.group_topk or None,
         }  # fmt: skip
+
+
+def test_what_cannot_be_exported_is_passed_over_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exporter may refuse what its framework was asked about in general: the next layout is taken."""
+    job = {"gpus": 8, "gpu": "h100", "seq": 4096, "global_batch": 64}
+    first = export_plan("llama-3-8b", "megatron", **job)
+    assert not any("passed over" in line for line in first.said)
+    own = EXPORTERS["megatron"]
+
+    def text(given: ExportJob) -> str:
+        if given.layout == first.candidate.layout:
+            raise ValueError("not this one")
+        return own.text(given)
+
+    monkeypatch.setitem(EXPORTERS, "megatron", replace(own, text=text))
+    monkeypatch.setattr(frameworks, "counting_for", lambda *_, **__: COUNTED["megatron"])
+    other = export_plan("llama-3-8b", "megatron", **job)
+    assert other.said[-1].startswith(f"passed over: {first.candidate.layout}, {first.candidate.step:.3f} s: not this")
+    assert other.candidate.step >= first.candidate.step
+    assert str(other.candidate.layout) in other.text.splitlines()[1]
 
 
 def megatrons_model(found: dict, vocab: int) -> ModelConfig:
@@ -350,7 +371,7 @@ MOE = "qwen3-30b-a3b"
         ("megatron", "gemma-2-9b", {"dp": 8}, {}, "four norms"),
         ("megatron", "llama-3-8b", {"dp": 4, "pp": 2, "zero": 2}, {}, "zero=2 with pp=2"),
         ("megatron", "llama-3-8b", {"dp": 8}, {"recipe": "mixed-bf16"}, "trains in mixed-bf16-fp32-grads, megatron-fp16 or"),
-        ("megatron", "deepseek-v3", {"dp": 2, "pp": 32}, {}, r"61 layers as 1 \+ 30 x 2 \+ 0"),
+        ("megatron", "deepseek-v3", {"dp": 2, "pp": 32}, {}, "pp=32 does not cut num_layers=61"),
         ("megatron", MOE, {"dp": 4, "tp": 2}, {"sequence_parallel": False}, "refuses to train it"),
         ("torchtitan", "llama-3-8b", {"dp": 8}, {"recipe": "mixed-bf16"}, "trains in fsdp2-mixed-fp32-reduce or fp32"),
         ("torchtitan", "qwen2-7b", {"dp": 8}, {}, "ships no qwen2-7b"),

@@ -86,6 +86,13 @@ def test_no_link_is_an_error_and_not_a_guess():
         accelerator("tpu-v4").neighbour_link()
 
 
+@pytest.mark.parametrize("name", ["rtx-3090", "rtx-4090", "rtx-5090"])
+def test_without_peer_access_a_ring_has_half_of_the_bus(name):
+    card = accelerator(name)
+    assert card.neighbour_link().bandwidth == LINKS[card.host].bandwidth / 2
+    assert accelerator("l40s").neighbour_link() is LINKS["pcie4-x16"]
+
+
 def test_capacity_is_what_cuda_reports_less_the_context():
     """In GiB, from messages of PyTorch on such cards; the sources are in the table."""
     seen = {"l40s": 44.39, "b200": 178.35, "h100": 79.11, "rtx-4090": 23.52, "mi300x": 191.98, "gh200": 94.5}

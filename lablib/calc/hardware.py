@@ -25,7 +25,7 @@ its source says so.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lablib.calc.errors import one_of
 from lablib.calc.units import GB, PB, GiB, parse_bandwidth
@@ -143,6 +143,14 @@ def link(name: str) -> Link:
     return LINKS[one_of("link", key, LINKS)]
 
 
+#: Share of PCIe between GeForce cards, which have no peer access. NVIDIA on its developers' forum, February 2023: "Peer to
+#: Peer is not supported on 4090" (secondary); the same was seen of RTX 3090 (github.com/NVIDIA/nccl/issues/1127) and of RTX
+#: 5090 (github.com/tinygrad/open-gpu-kernel-modules/issues/29). NCCL then goes through host memory (its SHM transport, user guide,
+#: NCCL_SHM_DISABLE): a ring's rank copies out and in at the same time. Eight RTX 4090 copy 24 to 27 GB/s one way, and 11 to
+#: 16 while the other way is busy (github.com/NVIDIA/nvbandwidth/issues/15): half of the line rate is the most that was seen
+#: there. On eight RTX 5090 an all-reduce reached 28 of PCIe 5's 63 GB/s, on four 35 (github.com/NVIDIA/nccl/issues/1639).
+THROUGH_HOST = 0.5
+
 #: The links that leave a node, one card's.
 NETWORKS = tuple(key for key in LINKS if key.startswith("ib-") or key.endswith("gbe"))
 
@@ -206,6 +214,7 @@ class Accelerator:
             matches no other row's names. None where there is neither CUDA nor HIP.
         capability: CUDA's compute capability, from which `lablib.calc.precision.support` has the formats.
         formats: What it multiplies in matrix units where it has no compute capability.
+        peer_access: Whether such devices reach each other's memory; if not, what they send goes through the host's.
         generation: The GPU whose measured runs it is like, "a100", "h100" or "b200", and whose fitted constants
             `lablib.calc.layouts.planner` takes; None where no runs like its own were measured.
         achievable: Share of the peak that large bf16 matrix products reach (Stas Bekman, see above). The H100's where
@@ -228,6 +237,7 @@ class Accelerator:
     driver: str | None = None
     capability: tuple[int, int] | None = None
     formats: tuple[str, ...] = ()
+    peer_access: bool = True
     generation: str | None = None
     achievable: float = 0.80
     sources: dict[str, str]
@@ -261,11 +271,18 @@ class Accelerator:
         return self.flops[dtype]
 
     def neighbour_link(self) -> Link:
-        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe."""
+        """Return the link to the other accelerators of the node: scale-up where there is one, else PCIe.
+
+        Without peer access it is PCIe through host memory, `THROUGH_HOST` of its rate.
+        """
         key = self.scale_up or self.host
         if key is None:
             raise ValueError(f"{self.name} has no link in the table: give intra, a rate like '40 GB/s'")
-        return LINKS[key]
+        line = LINKS[key]
+        if self.peer_access:
+            return line
+        name = f"{line.name} through host memory ({self.name} has no peer access)"
+        return replace(line, name=name, bandwidth=THROUGH_HOST * line.bandwidth)
 
 
 def _card(
@@ -286,6 +303,7 @@ def _card(
     driver: str | None = None,
     capability: tuple[int, int] | None = None,
     formats: tuple[str, ...] = (),
+    peer_access: bool = True,
     generation: str | None = None,
     achievable: float = 0.80,
     source: str,
@@ -307,6 +325,7 @@ def _card(
         driver=driver,
         capability=capability,
         formats=formats,
+        peer_access=peer_access,
         generation=generation,
         achievable=achievable,
         sources=dict.fromkeys(("memory", "memory_bandwidth", "flops", "links"), source)
@@ -389,14 +408,14 @@ ACCELERATORS: dict[str, Accelerator] = {
     "rtx-3090": _card(
         "RTX 3090", 24, "GDDR6X", 0.936, {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}, host="pcie4-x16",
         source="NVIDIA Ampere GA102 whitepaper, dense rates with fp32 accumulation, as quoted elsewhere (secondary)",
-        links="PCIe, and no peer access over it between GeForce cards; the bridge of two is sold apart and left out",
+        links="PCIe without peer access, see THROUGH_HOST; the bridge of two is sold apart and left out", peer_access=False,
         cuda=23.56, seen="messages in public logs; of older drivers 24,259 MiB, in published torch device properties",
         driver=r"\bRTX 3090$", capability=(8, 6),
     ),
     "rtx-4090": _card(
         "RTX 4090", 24, "GDDR6X", 1.008, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, host="pcie4-x16",
         source="NVIDIA Ada whitepaper, appendix A, with fp32 accumulation, as quoted elsewhere (secondary)",
-        links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
+        links="PCIe without peer access, see THROUGH_HOST", peer_access=False,
         cuda=23.52, seen="github.com/pytorch/torchchat/issues/1341; 23.64 and more with older drivers",
         driver=r"\bRTX 4090$", capability=(8, 9),
     ),
@@ -404,7 +423,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         "RTX 5090", 32, "GDDR7", 1.792, {"bf16": 209.5, "fp16": 209.5, "fp8": 419, "tf32": 104.8, "fp32": 104.8},
         host="pcie5-x16",
         source="NVIDIA RTX Blackwell whitepaper, dense, with fp32 accumulation: a quarter of the 838 (secondary)",
-        links="PCIe, and no peer access between GeForce cards: what one sends another goes through host memory",
+        links="PCIe without peer access, see THROUGH_HOST", peer_access=False,
         cuda=31.36, seen="messages in public logs; 31.37 in github.com/Wan-Video/Wan2.1/issues/465",
         driver=r"\bRTX 5090$", capability=(12, 0),
     ),

@@ -73,7 +73,7 @@ def fit(
 
 def fit_dict(spec: RunSpec, changes: list[Change], answers: list[Answer], fewest: Answer) -> dict[str, object]:
     """Return the answers as plain dictionaries and numbers."""
-    from lablib.calc.layouts.fit import unproven
+    from lablib.calc.memory import unproven
     from lablib.calc.params import count_params
 
     run, params = spec.run, count_params(spec.run.model)
@@ -143,7 +143,8 @@ def fit_text(
 ) -> str:
     """Return the answers as text that fits 80 columns."""
     from lablib.calc.errors import plural
-    from lablib.calc.layouts.fit import MEANING, size, unproven
+    from lablib.calc.layouts.fit import size
+    from lablib.calc.memory import MEANING, unproven
 
     run, card = spec.run, spec.gpu
     cards = f"{spec.gpus:,} {card.name}" if spec.gpus > 1 else f"one {card.name}"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lablib.calc.errors import json_text
-from lablib.cli.memory import Reserve
 
 if TYPE_CHECKING:
     from lablib.calc.layouts.planner import Candidate, Plan
@@ -49,12 +48,15 @@ def plan(
     ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
-    reserve: Reserve = "2.5 GiB",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = "adamw",
     offload: Annotated[
         str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters, as in `rung memory`.")
     ] = "none",
     tuning: Annotated[str, typer.Option(help="full, lora or qlora, as in `rung memory`.")] = "full",
+    reserve: Annotated[
+        str | None,
+        typer.Option(help="Memory to leave free on each GPU; default: 2.5 GiB, more where a peak is unproven."),
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
@@ -93,8 +95,7 @@ def plan(
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
     layout["shard"] = shard
 
-    from lablib.calc.layouts import counting_for
-    from lablib.calc.layouts.planner import Counting, missing_units, nothing_fits, plan_reasons
+    from lablib.calc.layouts.planner import Counting, nothing_fits, plan_reasons
     from lablib.calc.layouts.planner import plan as find
     from lablib.calc.memory import resolve_model
     from lablib.calc.units import parse_bytes, parse_tokens
@@ -110,37 +111,23 @@ def plan(
         raise ValueError("--tokens and --export print two different things; give one")
     config = resolve_model(named_model(model))
     length = config.max_positions if seq is None else parse_tokens(seq)
-    sequences = _sequences(global_batch, global_batch_tokens, length)
-    if export:
-        counting = counting_for(
-            export, config, seq=length, global_batch=sequences, gpus_per_node=gpus_per_node,
-            implementation=implementation, recipe=recipe, attention=attention,
-        )  # fmt: skip
-    else:
-        counting = Counting(implementation=implementation or "paper")
-    result = find(
-        config,
-        gpus=gpus,
-        gpu=gpu,
-        seq=length,
-        global_batch=sequences,
-        gpus_per_node=gpus_per_node,
-        nic=nic,
-        intra=intra,
-        rails=rails,
-        nics_per_node=nics_per_node,
-        recipe_=recipe,
-        counting=counting,
-        attention=attention,
-        sequence_parallel=sequence_parallel,
-        reserve=parse_bytes(reserve),
-        imbalance=imbalance,
-        cp_way=cp_way,
-        optimizer=optimizer,
-        offload=offload,
-        tuning=tuning,
+    job = {
+        "gpus": gpus, "gpu": gpu, "seq": length, "gpus_per_node": gpus_per_node, "nic": nic,
+        "global_batch": _sequences(global_batch, global_batch_tokens, length),
+        "nics_per_node": nics_per_node, "intra": intra, "rails": rails, "attention": attention, "cp_way": cp_way,
+        "sequence_parallel": sequence_parallel, "imbalance": imbalance,
+        "reserve": None if reserve is None else parse_bytes(reserve),
+        "optimizer": optimizer, "offload": offload, "tuning": tuning,
         **{name: value for name, value in layout.items() if value is not None},
-    )
+    }  # fmt: skip
+    if export:
+        from lablib.calc.layouts import export_plan
+
+        done = export_plan(config, export, implementation=implementation, recipe=recipe, **job)
+        typer.echo("\n".join(done.said), err=True)
+        typer.echo(done.text, nl=False)
+        return
+    result = find(config, recipe_=recipe, counting=Counting(implementation=implementation or "paper"), **job)
     if not result.candidates:
         raise ValueError(nothing_fits(result, model))
     bill = None
@@ -152,19 +139,7 @@ def plan(
         bill = plan_bill(
             result, tokens=parse_count(tokens), price=price, storage=rate, restart=60 * restart, spares=spares
         )
-    if export:
-        best = result.best
-        typer.echo(
-            f"counted as {counting.implementation}: {best.layout} peaks at {best.total_memory / 1e9:.1f} of "
-            f"{result.capacity / 1e9:.1f} GB ({best.peak.at})",
-            err=True,
-        )
-        for what in counting.not_counted:
-            typer.echo(f"not counted: {what}", err=True)
-        for what in missing_units(result.load):
-            typer.echo(what, err=True)
-        typer.echo(_export(result, export, recipe), nl=False)
-    elif as_json:
+    if as_json:
         found = plan_dict(result, top=top, why=plan_reasons(result))
         typer.echo(json_text(found | {"bill": bill and bill.as_dict()}))
     else:
@@ -247,6 +222,8 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         "tokens_per_second": load.global_batch * load.seq / candidate.step,
         "memory_bytes": candidate.total_memory,
         "memory": candidate.peak.terms,
+        "unproven": list(candidate.peak.unproven),
+        "spared_bytes": candidate.peak.spare,
         "peak_at": candidate.peak.at,
         "stage": candidate.peak.stage,
         **{name: said[name] for name in ("fits", "verdict", "headroom")},
@@ -258,10 +235,13 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     from lablib.calc.errors import plural
     from lablib.calc.flops import ALL_PAIRS
     from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.memory import MEANING, UNPROVEN_SHARE
 
     load, machine = result.load, result.cluster
-    dropped = sum(result.dropped_by.values())
+    dropped, first, usable = sum(result.dropped_by.values()), result.best, machine.gpu.usable_bytes
     how = f", {load.training}" if load.training.as_dict() else ""
+    mark = "; a peak with ? is unproven" if first.peak.unproven else ""
+    mark += f", and leaves {UNPROVEN_SHARE:.1%} of itself free too" if first.peak.spare else ""
     lines = [
         *textwrap.wrap(
             f"{load.model.name} on {machine.gpus:,} {machine.gpu.name}: {plural(load.global_batch, 'sequence')} of "
@@ -272,7 +252,8 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
             f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
-            f"{load.recipe.name}{how}; all of these fit",
+            f"{load.recipe.name}{how}; all of these fit into {result.capacity / 1e9:.1f} GB, the {usable / 1e9:.1f} that "
+            f"CUDA gives less {(usable - result.capacity) / 1e9:.1f} kept free{mark}",
             80,
         ),
         *(
@@ -292,7 +273,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
         lines.append(
             f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
-            f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
+            f"{candidate.total_memory / 1e9:>6.1f}{'?' if candidate.peak.unproven else ' '}{layout.tp:>3}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
             f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
             + folded
@@ -301,6 +282,16 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     half = f"MFU and TFLOP/s: {ALL_PAIRS} count; with those that a causal mask leaves, the first has"
     lines += ["", *textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]
     lines += [*textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
+    if first.peak.unproven:
+        names = ", ".join(first.peak.unproven)
+        lines += textwrap.wrap(f"GB, first layout: {MEANING.replace('unproven', f'unproven ({names})', 1)}", 80)
+    if machine.nodes > 1 and "nic" not in machine.given:
+        half, quarter = (f"{result.with_network(first, share):.3f} s" for share in (0.5, 0.25))
+        lines += textwrap.wrap(
+            f"The network is assumed: with half of its {machine.inter / 1e9:g} GB/s a GPU the first layout takes {half} a "
+            f"step, with a quarter {quarter}; --nic sets what you get.",
+            80,
+        )
     limits = not_modelled(load, result.best.layout)
     if limits:
         items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]
@@ -316,21 +307,3 @@ def parameters_line(model: ModelConfig) -> list[str]:
         return []
     params = count_params(model)
     return [f"{params.total / 1e9:.3g} B parameters, {params.active / 1e9:.3g} B active"]
-
-
-def _export(result: Plan, framework: str, recipe: str | None) -> str:
-    """The winner as the framework's file; the plan has taken only layouts that the framework can run."""
-    from lablib.calc.layouts import export_job, export_layout
-
-    load = result.load
-    job = export_job(
-        load.model,
-        result.best.layout,
-        seq=load.seq,
-        global_batch=load.global_batch,
-        gpus_per_node=min(result.cluster.gpus_per_node, result.cluster.gpu.gpus_per_host),
-        sequence_parallel=load.sequence_parallel,
-        recipe=recipe,
-        attention=load.attention,
-    )
-    return export_layout(job, framework)

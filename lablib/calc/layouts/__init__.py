@@ -13,7 +13,7 @@ Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
-from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout
+from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout, export_plan
 from lablib.calc.layouts.guides import (
     FAMILIES,
     PATIENCE,
@@ -48,6 +48,7 @@ __all__ = [
     "exchange_cost",
     "export_job",
     "export_layout",
+    "export_plan",
     "group_line",
     "mesh",
     "mesh_text",

@@ -151,6 +151,7 @@ def _planned(name: str) -> Plan:
         run.model, gpus=run.gpus, gpu=run.gpu, seq=run.seq, global_batch=run.global_batch, nic=run.nic,
         rails=run.rails, recipe_=run.recipe, attention=run.attention, sequence_parallel=run.sequence_parallel,
         framework=run.framework, cp_way=CP_WAY, counting=counting_of_run(run),
+        reserve=RESERVE,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from lablib.calc.memory.config import (
 )
 from lablib.calc.memory.formulas import autocast_activations, stage_memory, training_memory, weights_are_sharded
 from lablib.calc.memory.implementation import IMPLEMENTATIONS, current_names, find_implementation
-from lablib.calc.memory.room import RESERVE, Verdict, check_reserve, verdict
+from lablib.calc.memory.room import MEANING, RESERVE, UNPROVEN_SHARE, Verdict, check_reserve, unproven, verdict
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import GRADIENT_TERMS, ROLES, WEIGHT_TERMS, MemoryBreakdown, find_term, sum_by_role
 
@@ -38,12 +38,14 @@ __all__ = [
     "GRADIENT_TERMS",
     "IMPLEMENTATIONS",
     "LONGEST",
+    "MEANING",
     "OFFLOADS",
     "RECOMPUTE",
     "RESERVE",
     "ROLES",
     "SETTINGS",
     "TUNINGS",
+    "UNPROVEN_SHARE",
     "WEIGHT_TERMS",
     "MemoryBreakdown",
     "RunConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "stage_memory",
     "sum_by_role",
     "training_memory",
+    "unproven",
     "verdict",
     "weights_are_sharded",
 ]

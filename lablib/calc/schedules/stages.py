@@ -24,14 +24,15 @@ def chunk_layers(num_layers: int, pp: int, virtual_stages: int = 1) -> tuple[int
     """Return the layers of the first, every middle and the last chunk, or None if they cannot be cut so.
 
     Where they are not equal, embedding and head count as a layer each, as Llama 3's did: 126 + 2 over 16 stages. Where that
-    is not enough, and a stage is one chunk, the first and the last hold what is left: 61 layers are 3 + 14 x 4 + 2.
+    is not enough, and a stage is one chunk, the first and the last hold what is left: 61 layers are 3 + 14 x 4 + 2. A stage
+    without a layer is none, so that 61 layers make no 32 stages, 1 + 30 x 2 + 0.
     """
     chunks = pp * virtual_stages
     if num_layers % chunks == 0:
         return (num_layers // chunks,) * 3
     middle = -(-(num_layers + 2) // chunks)
     short = chunks * middle - num_layers
-    if chunks == 1 or short > 2 * middle or (virtual_stages > 1 and short != 2):
+    if chunks == 1 or (short != 2 if virtual_stages > 1 else short > 2 * (middle - 1)):
         return None
     return middle - short // 2, middle, middle - (short - short // 2)
 

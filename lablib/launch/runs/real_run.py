@@ -26,6 +26,7 @@ import torch
 
 from lablib.calc.hardware import known_accelerator
 from lablib.calc.layouts.planner import FRAMEWORKS, plan
+from lablib.calc.memory import RESERVE
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.precision import find_format
 from lablib.calc.runs import Trace, annotated_window, merge_traces, split_time
@@ -97,6 +98,7 @@ def predicted_run(model: str, ranks: int, batch: int, micro_batch: int, seq: int
     found = plan(
         shape, gpu=gpu, gpus=ranks, seq=seq, global_batch=batch, gpus_per_node=max(8, ranks), dp=ranks, tp=1, cp=1,
         pp=1, zero=3, micro_batch=micro_batch, recompute="none", framework=FRAMEWORKS["hf"],
+        reserve=RESERVE,
     )  # fmt: skip
     if not found.candidates:
         return None

@@ -24,6 +24,7 @@ from lablib.calc.layouts.planner import (
     plan,
     workload_of_run,
 )
+from lablib.calc.memory import RESERVE
 from tests.evidence.planner.fitting import START, Row, fit_rates
 
 Ratios = Sequence[tuple[Run, float]]
@@ -193,6 +194,7 @@ def plan_run(run: Run) -> Plan:
         recipe_=run.recipe,
         framework=run.framework,
         counting=counting_of_run(run),
+        reserve=RESERVE,
         **{name: getattr(run, name) for name in same},
         **hybrid,
         **{name: value for name, value in fixed.items() if value is not None},

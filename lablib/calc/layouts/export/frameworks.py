@@ -14,7 +14,10 @@ torchtitan: torchtitan/distributed/fsdp.py and config. Megatron-LM: megatron/tra
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import chain, islice
+from typing import NamedTuple
 
 from lablib.calc.errors import either, one_of
 from lablib.calc.layouts.export.accelerate import ACCELERATE
@@ -22,9 +25,12 @@ from lablib.calc.layouts.export.deepspeed import DEEPSPEED
 from lablib.calc.layouts.export.job import Exporter, ExportJob, export_job
 from lablib.calc.layouts.export.megatron import MEGATRON
 from lablib.calc.layouts.export.torchtitan import TORCHTITAN
-from lablib.calc.layouts.planner import Counting, Layout
+from lablib.calc.layouts.planner import Candidate, Counting, Layout, Plan, missing_units, plan
 from lablib.calc.memory import find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
+
+#: How many times the step of the plan by itself a file may take; beyond, it is another plan, and refused.
+SLOWER = 1.2
 
 EXPORTERS: dict[str, Exporter] = {
     "torchtitan": TORCHTITAN,
@@ -110,3 +116,78 @@ def counting_for(
         export_layout(export_job(config, layout, **job), framework)
 
     return replace(counted, framework=framework, accepts=accepts)
+
+
+class Export(NamedTuple):
+    """A plan as a framework's file.
+
+    Attributes:
+        text: The file, headed by the first sentence where it has comments.
+        said: Step times first, then how it was counted, what was not, and what the framework could not use.
+    """
+
+    candidate: Candidate
+    text: str
+    said: tuple[str, ...]
+
+
+def export_plan(
+    model: ModelConfig | str, framework: str, *, implementation: str | None = None, recipe: str | None = None,
+    **job: object,
+) -> Export:  # fmt: skip
+    """Return the first layout of a plan for a framework as its file, beside the plan that is made for none.
+
+    Args:
+        implementation: Whose operators both plans count; None means the framework's and the papers'.
+        **job: Arguments of `plan`; layout fields that are given hold for both.
+
+    Raises:
+        ValueError: If nothing can be exported, or only what is more than `SLOWER` times slower than the other plan.
+    """
+    own = {name: job[name] for name in ("seq", "global_batch", "gpus_per_node", "attention") if name in job}
+    counting = counting_for(framework, model, implementation=implementation, recipe=recipe, **own)
+    found = plan(model, recipe_=recipe, counting=counting, **job)
+    candidate, text, passed = _first_exported(found, framework, recipe)
+    whose = implementation or "paper"
+    free = plan(model, recipe_=recipe, counting=Counting(implementation=whose), **job)
+    ratio = candidate.step / free.best.step if free.candidates else 0.0
+    beside = f"{ratio:.2f} times the {free.best.step:.3f} s of the plan" if ratio else "and nothing fits in the plan"
+    times = f"{framework}: predicted {candidate.step:.3f} s a step, {beside} without --export, counted as {whose}"
+    unused = [
+        f"not used: {count:,} layouts, {reason}"
+        for reason, count in found.left_out.items()
+        if re.search(r"\b(tp|cp|ep|pp)=", reason)
+    ]
+    if ratio > SLOWER:
+        raise ValueError(
+            f"{times}: {candidate.layout}, where that has {free.best.layout}; beyond {SLOWER:g} times no file is written; "
+            f"{'; '.join(unused)}. What you fix, such as --tp 1 --recompute full, holds for both plans"
+        )
+    mark = f"; unproven: {', '.join(candidate.peak.unproven)}" if candidate.peak.unproven else ""
+    said = (
+        times,
+        f"counted as {counting.implementation}: {candidate.layout} peaks at {candidate.total_memory / 1e9:.1f} of "
+        f"{found.capacity / 1e9:.1f} GB ({candidate.peak.at}{mark})",
+        *(f"not counted: {what}" for what in counting.not_counted),
+        *missing_units(found.load),
+        *unused,
+        *passed,
+    )
+    return Export(candidate, text if text.startswith("{") else f"# {times}.\n{text}", said)
+
+
+def _first_exported(found: Plan, framework: str, recipe: str | None) -> tuple[Candidate, str, list[str]]:
+    """The first layout that the exporter takes, its file, and why those before it were passed over."""
+    load, machine = found.load, found.cluster
+    passed: list[str] = []
+    for candidate in islice(chain((found.best,), found.candidates), 20):
+        try:
+            job = export_job(
+                load.model, candidate.layout, seq=load.seq, global_batch=load.global_batch,
+                gpus_per_node=min(machine.gpus_per_node, machine.gpu.gpus_per_host),
+                sequence_parallel=load.sequence_parallel, recipe=recipe, attention=load.attention,
+            )  # fmt: skip
+            return candidate, export_layout(job, framework), passed
+        except ValueError as error:
+            passed.append(f"passed over: {candidate.layout}, {candidate.step:.3f} s: {error}")
+    raise ValueError(f"{framework} can run none of the first layouts; {passed[0]}")

@@ -248,11 +248,6 @@ def _degree_arguments(job: ExportJob) -> list[str]:
     first, middle, last = chunk_layers(job.model.num_layers, layout.pp, layout.virtual_stages)
     if (first, last) == (middle - 1, middle - 1):
         found += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    elif 0 in (first, last):
-        raise ValueError(
-            f"pp={layout.pp}: {job.model.num_layers} layers as {first} + {layout.pp - 2} x {middle} + {last}, and "
-            "Megatron-LM wants a layer in the first and the last stage"
-        )
     elif first != middle or last != middle:
         found += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
     return found

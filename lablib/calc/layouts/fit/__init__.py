@@ -12,10 +12,9 @@ Read `answers` first. Chapter 01; `rung fit`.
 
 from lablib.calc.layouts.fit.answers import Answer, fewest_gpus, largest_micro_batch, last_within, longest_sequence
 from lablib.calc.layouts.fit.changes import Change, cheapest_change
-from lablib.calc.layouts.fit.settings import MEANING, RunSpec, setup, size, unproven
+from lablib.calc.layouts.fit.settings import RunSpec, setup, size
 
 __all__ = [
-    "MEANING",
     "Answer",
     "Change",
     "RunSpec",
@@ -26,5 +25,4 @@ __all__ = [
     "longest_sequence",
     "setup",
     "size",
-    "unproven",
 ]

@@ -19,18 +19,9 @@ from math import gcd
 
 from lablib.calc.errors import plural
 from lablib.calc.layouts.fit.answers import CONTEXT, MOST_STAGES, longest_sequence
-from lablib.calc.layouts.fit.settings import (
-    Model,
-    RunSpec,
-    as_spec,
-    least_states,
-    predicted_seconds,
-    rank_params,
-    size,
-    unproven,
-)
+from lablib.calc.layouts.fit.settings import Model, RunSpec, as_spec, least_states, predicted_seconds, rank_params, size
 from lablib.calc.layouts.planner import divisors
-from lablib.calc.memory import OFFLOADS, RECOMPUTE, training_memory
+from lablib.calc.memory import OFFLOADS, RECOMPUTE, training_memory, unproven
 
 SHORT = 8192  # tokens of a sequence, where none were asked for and the model was made for more
 SAME, CPU, OTHER = "same training", "CPU memory", "other training"

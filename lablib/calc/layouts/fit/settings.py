@@ -214,25 +214,6 @@ def size(n: float) -> str:
     return format_bytes(n, "GB" if n >= GB / 2 or n == 0 else "MB")
 
 
-MEANING = (
-    "unproven: no configuration of the memory table has it, so nothing that PyTorch counted stands beside the formula."
-)
-
-
-def unproven(run: RunConfig) -> tuple[str, ...]:
-    """Return the settings of a run that no configuration of the memory table has; `rung fit` marks them."""
-    named = {
-        run.optimizer.name: run.optimizer.quantized,
-        "qlora": run.tuning == "qlora",
-        "offload": run.offload != "none",
-        "flat ZeRO": run.zero > 0 and run.sharding == "flat" and run.dp * run.cp > 1,
-        "cp": run.cp > 1 and not run.implementation.eager,
-        "ep": run.ep > 1,
-        "interleaved": run.schedule == "interleaved",
-    }
-    return tuple(name for name, so in named.items() if so)
-
-
 @lru_cache(maxsize=2**14)
 def _peak(run: RunConfig, step: str) -> int:
     return memory_peak(run, step=step).instant.total

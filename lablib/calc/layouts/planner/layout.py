@@ -282,7 +282,7 @@ class Cluster:
 
     def links_text(self) -> str:
         """Return the links as a sentence: what every time that rests on them is said with."""
-        where = {"intra": f"inside a node of {self.gpus_per_node}", "nic": "a GPU out of it"}
+        where = {"intra": f"inside a node of {min(self.gpus, self.gpus_per_node)}", "nic": "a GPU out of it"}
         parts = []
         for name, one in self.links().items():
             pair = f", {one['pair_bytes_per_second'] / 1e9:.4g} a pair" if "pair_bytes_per_second" in one else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lablib.calc.layouts.planner.layout import FIELDS, Layout
 from lablib.calc.layouts.planner.memory import block_activations
 from lablib.calc.layouts.planner.time import Workload, cached_by
-from lablib.calc.memory import RunConfig, sum_by_role
+from lablib.calc.memory import UNPROVEN_SHARE, RunConfig, sum_by_role, unproven
 from lablib.calc.memory.timeline import MemoryInstant, memory_peak
 from lablib.calc.schedules import layers_per_stage
 
@@ -32,6 +32,7 @@ class Counting:
         accepts: Raises a ValueError for what the framework does not run; None accepts everything.
         framework: Its name; empty if the plan is for none.
         not_counted: Sentences on what its job holds beside what is counted.
+        spares: Whether a layout whose peak nobody judged leaves `UNPROVEN_SHARE` of it free beside the reserve.
     """
 
     implementation: str = "paper"
@@ -43,6 +44,7 @@ class Counting:
     accepts: Callable[[Layout], object] | None = None
     framework: str = ""
     not_counted: tuple[str, ...] = ()
+    spares: bool = True
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -100,16 +102,25 @@ class Peak:
         stage: Pipeline stage that holds it.
         at: Name of the instant, and the operator that runs then.
         terms: Bytes by the terms of the memory calculator.
+        unproven: What of the layout has no judged peak.
+        spare: Bytes that it leaves free for that, beside the reserve.
     """
 
     stage: int
     at: str
     terms: dict[str, int]
+    unproven: tuple[str, ...] = ()
+    spare: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of a rank."""
         return sum(self.terms.values())
+
+    @property
+    def needs(self) -> int:
+        """Bytes that a rank must have: the peak, and what is spared."""
+        return self.total + self.spare
 
     @property
     def memory(self) -> dict[str, int]:
@@ -128,8 +139,11 @@ def layout_peak(load: Workload, layout: Layout, counting: Counting | None = None
 
 @cached_by(*FIELDS)
 def _peak(load: Workload, layout: Layout, counting: Counting) -> Peak:
-    instant, step = memory_peak(counted_run(load, layout, counting), step=counting.step)
-    return Peak(step.stage.number, _when(instant), dict(instant.terms))
+    run = counted_run(load, layout, counting)
+    instant, step = memory_peak(run, step=counting.step)
+    names = unproven(run)
+    spare = round(UNPROVEN_SHARE * instant.total) if names and counting.spares else 0
+    return Peak(step.stage.number, _when(instant), dict(instant.terms), names, spare)
 
 
 def refusal(load: Workload, layout: Layout, counting: Counting) -> str:

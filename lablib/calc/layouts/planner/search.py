@@ -10,7 +10,8 @@ A copy of what ZeRO-3 shards is on all ranks, or on those of a node with replica
 gather over the network as all do, and hold more: they are taken where they are fixed. GPipe runs only where it is fixed: it takes the time of 1F1B and never less memory. More recomputation is never faster, so
 of layouts that differ in it alone only the first that fits counts.
 
-Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve.
+Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve, and
+more where nobody judged such a peak.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Candidates(Sequence[Candidate]):
             layout = partition.at(mode)
             if where is None or where(layout):
                 peak = self._peaks[layout] = layout_peak(self.load, layout, self.counting)
-                if peak.total <= self.capacity:
+                if peak.needs <= self.capacity:
                     yield Candidate(layout, step_time(self.load.step_work(layout), self.rates), peak)
                     continue
             for again in range(mode + 1, len(partition.recompute_modes)):
@@ -143,7 +144,7 @@ class Candidates(Sequence[Candidate]):
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
-        return [layout for layout, peak in self._peaks.items() if peak.total > self.capacity]
+        return [layout for layout, peak in self._peaks.items() if peak.needs > self.capacity]
 
     def _step(self, layout: Layout) -> float:
         return sum(step_time(self.load.step_work(layout), self.rates).values())
@@ -178,7 +179,7 @@ class Dropped:
     """A shape of which no layout fits, by the one of its layouts that keeps least.
 
     Attributes:
-        excess: Bytes above what a device has for it.
+        excess: Bytes above what a device has for it, what is spared included.
     """
 
     layout: Layout
@@ -235,7 +236,7 @@ class Plan:
         least = sorted(self.found.least.values(), key=lambda pair: pair[0])
         layouts = [layout for _, layout in least[:NEAREST]] + ([] if self.candidates else self.candidates.too_large())
         peaks = [(layout, layout_peak(self.load, layout, self.counting)) for layout in layouts]
-        shapes = [Dropped(layout, peak, peak.total - self.capacity) for layout, peak in peaks]
+        shapes = [Dropped(layout, peak, peak.needs - self.capacity) for layout, peak in peaks]
         return tuple(sorted((one for one in shapes if one.excess > 0), key=lambda one: one.excess))
 
     @property
@@ -262,6 +263,12 @@ class Plan:
                 break
             found[candidate.layout.shape] = candidate
         return list(found.values())
+
+    def with_network(self, candidate: Candidate, share: float) -> float:
+        """Return the predicted seconds of a step with a share of the network's rate; inside a node nothing changes."""
+        nic = replace(self.cluster.nic, bandwidth=share * self.cluster.nic.bandwidth)
+        load = replace(self.load, cluster=replace(self.cluster, nic=nic), cache={})
+        return sum(step_time(load.step_work(candidate.layout), self.candidates.rates).values())
 
     def like(self, candidate: Candidate) -> Likeness:
         """Return the measured runs like a candidate, and how wrong their predictions were."""
@@ -300,7 +307,7 @@ def plan(
     recipe_: str | Recipe | None = None,
     attention: str = "fused",
     sequence_parallel: bool = True,
-    reserve: int = RESERVE,
+    reserve: int | None = None,
     counting: Counting | None = None,
     framework: Framework | None = None,
     fitted: Fitted = FITTED,
@@ -322,7 +329,8 @@ def plan(
         nics_per_node: Network cards that the devices of a node share; None means one for each.
         recipe_: Dtypes of the states; None means those of `counting`. "fp8" and "mxfp8" are the states of mixed-bf16 with
             the layers' products in FP8 or MXFP8, where measured runs say how fast these are.
-        reserve: Bytes of a device that a layout should leave; see `lablib.calc.memory.room`.
+        reserve: Bytes of a device that a layout should leave; None means `RESERVE`, and beside it a share of a peak that
+            nobody judged; see `lablib.calc.memory.room`.
         counting: Whose job is counted; None means the papers' kernels.
         framework: Which kernels run, and what hides behind what; None means those of the implementation counted.
         imbalance: Tokens of the busiest rank's experts over the mean: 1 is even, 1.5 is half as many again.
@@ -333,6 +341,9 @@ def plan(
     """
     _refuse_unmodelled(recipe_, fixed.get("schedule"))
     counting = counting or Counting()
+    if reserve is not None:
+        counting = replace(counting, spares=False)
+    reserve = RESERVE if reserve is None else reserve
     config = resolve_model(model)
     machine = cluster(
         gpu, gpus, gpus_per_node=gpus_per_node, nic=nic, intra=intra, rails=rails, nics_per_node=nics_per_node
@@ -466,7 +477,7 @@ def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
                 if machine.gpus % (tp * cp * pp):
                     continue
                 dp = machine.gpus // (tp * cp * pp)
-                if load.global_batch % dp or pp > model.num_layers + 2 or fixed.get("dp", dp) != dp:
+                if load.global_batch % dp or pp > model.num_layers or fixed.get("dp", dp) != dp:
                     continue
                 yield from _with_experts(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model, fixed)
 
@@ -635,6 +646,7 @@ def nothing_fits(result: Plan, model: str | None = None) -> str:
         model: How a command names the model; None means its name.
     """
     near, load = result.dropped[0], result.load
+    spare = f", of which an unproven peak leaves {near.peak.spare / 1e9:,.1f} free" if near.peak.spare else ""
     card = next((name for name, one in ACCELERATORS.items() if one is load.cluster.gpu), None)
     options = _would_fit(result) if card and not result.counting.framework else []
     command = (
@@ -643,8 +655,8 @@ def nothing_fits(result: Plan, model: str | None = None) -> str:
     smaller = f", or {either(options)}, with which a layout fits; `{command}` says what each costs" if options else ""
     return (
         f"nothing fits: of {result.valid:,} layouts the smallest, {near.layout}, needs "
-        f"{(result.capacity + near.excess) / 1e9:,.1f} GB at its peak and one {result.cluster.gpu.name} has "
-        f"{result.capacity / 1e9:.1f} GB for it, counted as "
+        f"{near.peak.total / 1e9:,.1f} GB at its peak and one {result.cluster.gpu.name} has "
+        f"{result.capacity / 1e9:.1f} GB for it{spare}, counted as "
         f"{result.counting.implementation}; its largest term is "
         f"{near.term}, {near.memory[near.term] / 1e9:,.1f} GB; {ENLARGE[near.term]}{smaller}"
     )
