@@ -62,11 +62,13 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Fix chunks of layers in a stage.")] = None,
     top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
-    why: Annotated[bool, typer.Option("--why", help="Say why the winner wins and others lose.")] = False,
-    export: Annotated[str | None, typer.Option(help=f"Print the winner for {FRAMEWORKS}.")] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Say where the time of the first goes, and what others take.")
+    ] = False,
+    export: Annotated[str | None, typer.Option(help=f"Print the first choice for {FRAMEWORKS}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Rank the layouts that fit by predicted step time, and say why the winner wins."""
+    """List the layouts that fit: the simplest of those that tie for the shortest predicted step, then by time."""
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
 
@@ -130,7 +132,7 @@ def plan(
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
-    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.layouts.planner import not_modelled, why_first
     from lablib.calc.params import count_params
 
     machine, params = result.cluster, count_params(result.load.model)
@@ -152,7 +154,8 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "valid": result.valid,
         "left_out": result.left_out,
         "dropped_by": result.dropped_by,
-        "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
+        "first": why_first(result),
+        "layouts": [_candidate(result, candidate) for candidate in result.listed(top)],
         "dropped": [
             {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.peak.terms}
             for one in result.dropped[:top]
@@ -176,7 +179,9 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         ),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
+        "step_interval": result.like(candidate).interval(candidate.step),
         "step_error": result.like(candidate).as_dict(),
+        "ties": result.ties(candidate),
         "mfu": result.mfu(candidate),
         "mfu_causal_pairs": result.mfu(candidate, causal=True),
         "tflops_per_gpu": result.tflops(candidate),
@@ -191,10 +196,10 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
-    """Return the best layouts as aligned text, and why the winner wins."""
+    """Return the first layouts as aligned text, why the first is first, and how wrong its time may be."""
     from lablib.calc.errors import plural
     from lablib.calc.flops import ALL_PAIRS
-    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.layouts.planner import not_modelled, why_first
 
     load, machine = result.load, result.cluster
     dropped = sum(result.dropped_by.values())
@@ -222,20 +227,22 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
         f"{'zero':>5}{'mb':>4} {'recompute':<9} schedule",
     ]
-    for candidate in result.distinct(top):
+    for number, candidate in enumerate(result.listed(top)):
         layout = candidate.layout
+        tie = "~" if number and result.ranked and result.ties(candidate) else " "
         folded = f" etp={layout.etp}" if layout.etp is not None else ""
         chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
         lines.append(
-            f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
+            f"{candidate.step:>8.3f}{tie}{result.mfu(candidate):>5.0%}{result.tflops(candidate):>8.0f}"
             f"{candidate.total_memory / 1e9:>6.1f}{layout.tp:>4}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
             f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
             + folded
         )
     half = f"MFU and TFLOP/s: {ALL_PAIRS} count; with those that a causal mask leaves, the first has"
-    lines += ["", *textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]
-    lines += [*textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
+    lines += ["", *textwrap.wrap(why_first(result), 80)]
+    lines += [*textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]
+    lines += [*textwrap.wrap(f"First layout: {result.like(result.best).between(result.best.step)}", 80)]
     limits = not_modelled(load, result.best.layout)
     if limits:
         items = [textwrap.fill(line, 80, initial_indent="  - ", subsequent_indent="    ") for line in limits]
@@ -254,7 +261,7 @@ def parameters_line(model: ModelConfig) -> list[str]:
 
 
 def _export(result: Plan, framework: str, recipe: str | None) -> str:
-    """The winner as the framework's file; the plan has taken only layouts that the framework can run."""
+    """The first choice as the framework's file; the plan has taken only layouts that the framework can run."""
     from lablib.calc.layouts import export_job, export_layout
 
     load = result.load

@@ -98,7 +98,13 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
 
 def short_form(table: dict[str, Any]) -> list[list[object]]:
     """Return the rows as the planner's answers need them; see `lablib.calc.layouts.planner.like_this`."""
-    return [[row[name] for name in LIKE_THIS] for row in table["rows"]]
+    return [[_short(row)[name] for name in LIKE_THIS] for row in table["rows"]]
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its axes beside the rest; one that says nothing of experts and dtype is dense and of 16 bits."""
+    usual = {"ep": 1, "experts": False, "precision": "bf16", "gathers": row["zero"] == 3}
+    return usual | row | row["layout"]
 
 
 def save_planner_table(table: dict[str, Any]) -> None:
