@@ -417,18 +417,17 @@ def test_a_tie_is_what_no_layout_is_ahead_of(model: str, job: dict) -> None:
     assert others == sorted(others)
 
 
-def test_a_ring_that_is_less_than_the_error_faster_is_not_first() -> None:
-    """405B at 8,192 tokens: the fastest splits sequences, which no run like it did; an error as large as its lead is a tie."""
+def test_a_ring_is_not_first_for_less_than_the_error() -> None:
+    """405B at 8,192 tokens: what splits sequences as a ring was never judged, and would have to be ahead by more."""
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
     assert "cp" not in result.best.layout.axes
     assert result.like(result.best).ratios
     ring = next(result.candidates.walk(lambda layout: layout.cp > 1))
     assert not result.like(ring).ratios
-    assert ring.step < result.best.step < ring.step * (1 + result.like(ring).error)
+    assert result.best.step < ring.step * (1 + result.like(ring).error)
     assert result.ties(result.best)
-    said = why_first(result)
-    assert str(ring.layout) in said
-    assert f"{1 - ring.step / result.best.step:.1%} faster" in said
+    gain = f"{result.fastest.layout} is predicted to be {1 - result.fastest.step / result.best.step:.1%} faster"
+    assert gain in why_first(result) or result.fastest == result.best
 
 
 def test_layouts_that_nothing_like_them_judged_are_not_ranked_by_time() -> None:

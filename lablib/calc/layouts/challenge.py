@@ -79,6 +79,7 @@ class Score:
         to_published: Step time over that of the published layout; None unless it runs.
         to_planner: Step time over that of the planner's first choice, which need not be the fastest; None unless it runs.
         sentences: What the numbers mean, the most important first.
+        ties: Whether it runs and no layout of the plan is ahead of it; see `Plan.ties`.
     """
 
     case: Case
@@ -91,6 +92,7 @@ class Score:
     to_published: float | None
     to_planner: float | None
     sentences: tuple[str, ...]
+    ties: bool = False
 
     @property
     def runs(self) -> bool:
@@ -139,10 +141,10 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
         return Score(one, given, "does not fit", memory, capacity, term, seconds, None, None, (text,))
     step = sum(seconds.values())
     published = sum(predict_run(run).seconds.values())
-    best = plan_case(one.name).best
+    found, mine = plan_case(one.name), Candidate(given, seconds, peak)
     return Score(
-        one, given, "runs", memory, capacity, "", seconds, step / published, step / best.step,
-        _sentences(one, Candidate(given, seconds, peak), published, best, capacity),
+        one, given, "runs", memory, capacity, "", seconds, step / published, step / found.best.step,
+        _sentences(one, mine, published, found.best, capacity), found.ties(mine),
     )  # fmt: skip
 
 
