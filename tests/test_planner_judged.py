@@ -21,6 +21,7 @@ from lablib.calc.layouts.planner import (
     Layout,
     Likeness,
     Workload,
+    calibration,
     cluster,
     generation,
     like_this,
@@ -331,6 +332,19 @@ def test_dense_runs_are_not_quoted_for_mixtures_of_experts() -> None:
     assert not found.ratios or "ep" in found.what
 
 
+def test_runs_in_other_dtypes_and_of_experts_are_quoted_for_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = calibration._rows()
+    dense, sparse = load(), load("mixtral-8x7b", "h100", seq=4096)
+    monkeypatch.setattr(calibration, "_rows", lambda: tuple(row | {"precision": "fp8"} for row in rows))
+    assert like_this(dense, Layout(dp=64, zero=3)).what == "none is in bf16"
+    more = {"experts": True, "tp": 1, "cp": 1, "pp": 1, "ep": 8, "gathers": False, "seq": 4096, "billions": 46.7}
+    monkeypatch.setattr(calibration, "_rows", lambda: (*rows, *(row | more for row in rows)))
+    found = like_this(sparse, Layout(dp=64, zero=1, ep=8))
+    assert found.what.startswith("H100 and H200, ep, at most ZeRO-2")
+    assert like_this(sparse, Layout(dp=64, zero=1)).error == found.unseen < math.inf
+    assert plan("mixtral-8x7b", gpus=64, seq=4096, global_batch=64).ranked
+
+
 def test_runs_are_called_by_the_cards_that_they_were_measured_on() -> None:
     b300, b200 = (like_this(load(gpu=gpu, gpus=8, seq=4096), Layout(dp=4, tp=2)) for gpu in ("b300", "b200"))
     assert b300 == b200
@@ -347,8 +361,12 @@ def test_runs_are_called_by_the_cards_that_they_were_measured_on() -> None:
         )
         for way in ("ring", "gathered")
     )
-    assert ring.sentence == "no measured run is like this: none on H100 and H200 has tp, cp, pp with a ring"
-    assert gathered.ratios, "rows with cp are timed as gathers"
+    ways = {
+        row[LIKE_THIS.index("cp_way")] for row in json.loads(MEASURED.read_text()) if row[LIKE_THIS.index("cp")] > 1
+    }
+    assert bool(ring.ratios) == ("ring" in ways)
+    assert ring.ratios or ring.what == "none on H100 and H200 has tp, cp (ring), pp"
+    assert not set(ring.ratios) & set(gathered.ratios), "an error of one way is not quoted for the other"
 
 
 def test_a_card_runs_as_its_generation() -> None:

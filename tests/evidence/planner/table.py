@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run
+from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, workload_of_run
 from lablib.calc.params import count_params
 from tests.evidence.planner.fitting import MOST, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, runs_of
@@ -87,7 +87,17 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
         "billions": round(count_params(run.model).total / 1e9, 3),
         "hidden": run.model.hidden,
         "seq": run.seq,
-        "layout": {"tp": run.tp, "cp": run.cp, "pp": run.pp, "dp": run.dp, "micro_batch": run.micro_batch},
+        "precision": getattr(run, "precision", "") or "bf16",
+        "experts": run.model.is_moe,
+        "layout": {
+            "tp": run.tp,
+            "cp": run.cp,
+            "pp": run.pp,
+            "ep": run.ep,
+            "dp": run.dp,
+            "micro_batch": run.micro_batch,
+        },
+        "cp_way": workload_of_run(run).cp_way,
         "recompute": run.recompute,
         "seconds": float(f"{seconds_of(run):.6g}"),
         "ratio": round(ratio, 4),
@@ -102,8 +112,8 @@ def short_form(table: dict[str, Any]) -> list[list[object]]:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its axes beside the rest; one that says nothing of experts and dtype is dense and of 16 bits."""
-    usual = {"ep": 1, "experts": False, "precision": "bf16", "gathers": row["zero"] == 3}
+    """A row with its axes beside the rest; one of an older table is dense, of 16 bits, and gathers where it has cp."""
+    usual = {"ep": 1, "experts": False, "precision": "bf16", "cp_way": "gathered", "gathers": row["zero"] == 3}
     return usual | row | row["layout"]
 
 

@@ -345,7 +345,8 @@ def counting_of_run(run: Run, zero: int | None = None) -> Counting:
 
 MEASURED = Path(__file__).with_name("measured.json")
 LIKE_THIS = (
-    "source", "card", "precision", "experts", "tp", "cp", "pp", "ep", "gathers", "billions", "seq", "gpus", "ratio",
+    "source", "card", "precision", "experts", "tp", "cp", "pp", "ep", "cp_way", "gathers", "billions", "seq", "gpus",
+    "ratio",
 )  # fmt: skip
 
 #: GPUs that rows were measured on, by generation.
@@ -446,16 +447,15 @@ def _rows() -> tuple[dict, ...]:
 def like_this(load: Workload, layout: Layout) -> Likeness:
     """Return the measured runs like a layout of a job: nearest in GPUs, parameters and tokens, and alike in all else.
 
-    Alike are the generation of GPUs, the dtype of products, whether there are experts, which of tp, cp, pp and ep are
-    above 1, and whether weights are gathered for every use (ZeRO-3). Rows with cp are timed as gathers: they say nothing
-    of a ring.
+    Alike are the generation of GPUs, the dtype of products (16 bits are one), whether there are experts, which of tp, cp,
+    pp and ep are above 1, how cp attends, and whether weights are gathered for every use (ZeRO-3).
     """
     gpu, axes, sparse = load.cluster.gpu, layout.axes, load.model.is_moe
     card = CARDS.get(gpu.generation, gpu.name)
-    fine = next((name for name in ("mxfp8", "fp8") if name in load.recipe.name), None)
-    precision = fine or ("fp32" if load.recipe.activation == 4 else "bf16")
-    ring = "cp" in axes and load.cp_way != "gathered"
-    named = (", ".join(axes) or "data parallelism alone") + (f" with a {load.cp_way}" if ring else "")
+    precision = getattr(load, "precision", "") or ("fp32" if load.recipe.activation == 4 else "bf16")
+    named = ", ".join(axes) or "data parallelism alone"
+    if "cp" in axes:
+        named = named.replace("cp", f"cp ({load.cp_way})")
     way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
     rows = list(_rows())
     of_kind = [row for row in rows if row["experts"] == sparse]
@@ -464,7 +464,8 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
         (lambda row: row["precision"] == precision, f"is in {precision}"),
         (lambda row: row["card"] == gpu.generation, f"is on {card}"),
-        (lambda row: not ring and _axes(row) == axes, f"on {card} has {named}"),
+        (lambda row: _axes(row) == axes, f"on {card} has {named}"),
+        (lambda row: "cp" not in axes or row["cp_way"] == load.cp_way, f"on {card} has {named}"),
         (lambda row: row["gathers"] == (layout.zero == 3), f"on {card} has {named}, {way}"),
     ):
         rows = [row for row in rows if alike(row)]

@@ -215,7 +215,7 @@ class Lead:
 
 
 def _simplicity(axes: tuple[str, ...]) -> tuple[bool, int]:
-    """Few axes, and cp last: no ring was ever judged; see `like_this`."""
+    """Few axes, and cp last: merging its partial results has a cost that no time here knows."""
     return "cp" in axes, len(axes)
 
 
