@@ -1,4 +1,4 @@
-"""The challenge: published layouts, the planner's, and and layouts with one thing wrong."""
+"""The challenge: published layouts, the planner's, and layouts with one thing wrong."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def test_the_published_layout_runs_and_is_its_own_measure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_planners_best_has_all_points(name: str) -> None:
+def test_the_planners_first_choice_has_all_points(name: str) -> None:
     best = plan_case(name).best
     judged = score(best.layout.as_dict(), name)
     assert judged.points == 100
     assert judged.to_planner == pytest.approx(1)
     assert judged.memory == best.memory
     assert judged.seconds == pytest.approx(best.seconds)
-    # No layout that fits is faster, so nobody has more.
-    assert all(candidate.step >= judged.step for candidate in plan_case(name).candidates[:100])
+    # A layout that is faster has no more: it is a tie.
+    fastest = plan_case(name).fastest
+    assert score(fastest.layout, name).points == 100
+    assert fastest.step <= best.step
+    assert judged.ties
+    assert score(fastest.layout, name).ties
 
 
 def test_a_layout_with_split_sequences_is_timed_as_the_plan_times_it() -> None:
-    best = plan_case("llama-405b").best
-    assert best.layout.cp > 1
-    fields = {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 1, "schedule": "interleaved", "virtual_stages": 8}
-    assert score(fields, "llama-405b").to_planner > 1
+    split = next(plan_case("llama-405b").candidates.walk(lambda layout: layout.cp > 1))
+    assert score(split.layout, "llama-405b").seconds == pytest.approx(split.seconds)
 
 
 def test_what_cannot_be_says_why() -> None:
@@ -75,6 +77,7 @@ def test_what_does_not_fit_names_the_term_that_broke_it() -> None:
 def test_slow_layouts_hear_the_idea() -> None:
     across = score({"tp": 16, "pp": 4, "dp": 16, "recompute": "full", "zero": 1}, "gpt-76b")
     assert across.to_planner > 1.5
+    assert not across.ties
     assert any("leaves the node of 8" in sentence for sentence in across.sentences)
     idle = score({"tp": 8, "pp": 8, "recompute": "full", "micro_batch": 8}, "gpt-175b")
     assert any("8 micro-batches for 8 stages leave the pipeline idle" in sentence for sentence in idle.sentences)

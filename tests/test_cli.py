@@ -603,8 +603,11 @@ def test_json_is_the_plan() -> None:
     code, out, err = rung(*PLAN, "--top", "3", "--json")
     assert (code, err) == (0, "")
     read, result = json.loads(out), plan("llama-3-8b", gpus=16, seq=8192, global_batch=64)
-    assert [row["dp"] for row in read["layouts"]] == [c.layout.dp for c in result.distinct(3)]
-    for row, candidate in zip(read["layouts"], result.distinct(3), strict=True):
+    assert [row["dp"] for row in read["layouts"]] == [c.layout.dp for c in result.listed(3)]
+    for row, candidate in zip(read["layouts"], result.listed(3), strict=True):
+        low, high = result.like(candidate).interval(candidate.step) or (None, None)
+        assert row["step_interval"] == (low and [low, high])
+        assert row["ties"] == result.ties(candidate)
         assert row["step_seconds"] == candidate.step == pytest.approx(sum(row["seconds"].values()))
         assert row["memory_bytes"] == sum(row["memory"].values()) <= read["capacity_bytes"]
         assert row["tokens_per_second"] == pytest.approx(64 * 8192 / candidate.step)
@@ -668,8 +671,13 @@ def test_table_and_reasons_fit_80_columns() -> None:
     assert max(map(len, out.splitlines())) <= 80
     assert "times are predicted" in out
     assert "Runner-up" in out
-    best = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64).best
-    assert f"{best.step:.3f}" in out
+    result = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64)
+    first, *others = result.listed(7)
+    rows = [line for line in out.splitlines() if re.match(r" +\d+\.\d{3}[~ ]", line)]
+    assert [row[:9] for row in rows] == [
+        f"{first.step:8.3f} ",
+        *(f"{one.step:8.3f}{'~' if result.ties(one) else ' '}" for one in others),
+    ]
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron"])

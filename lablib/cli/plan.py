@@ -86,11 +86,13 @@ def plan(
     restart: Annotated[float, typer.Option(help="Minutes to find a failure, reading the checkpoint left out.")] = 10,
     spares: Annotated[float, typer.Option(help="Nodes held back, as a share.")] = 0.05,
     top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
-    why: Annotated[bool, typer.Option("--why", help="Say why the winner wins and others lose.")] = False,
-    export: Annotated[str | None, typer.Option(help=f"Print the winner for {FRAMEWORKS}.")] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Say where the time of the first goes, and what others take.")
+    ] = False,
+    export: Annotated[str | None, typer.Option(help=f"Print the first choice for {FRAMEWORKS}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Rank the layouts that fit by predicted step time, and say why the winner wins."""
+    """List the layouts that fit: the simplest of those that tie for the shortest predicted step, then by time."""
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
     layout["shard"] = shard
@@ -166,7 +168,7 @@ def _sequences(sequences: int | None, tokens: str | None, seq: int) -> int:
 
 def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
     """Return the plan as plain dictionaries and numbers."""
-    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.layouts.planner import not_modelled, why_first
     from lablib.calc.params import count_params
 
     machine, params = result.cluster, count_params(result.load.model)
@@ -190,7 +192,8 @@ def plan_dict(result: Plan, *, top: int, why: list[str]) -> dict[str, object]:
         "valid": result.valid,
         "left_out": result.left_out,
         "dropped_by": result.dropped_by,
-        "layouts": [_candidate(result, candidate) for candidate in result.distinct(top)],
+        "first": why_first(result),
+        "layouts": [_candidate(result, candidate) for candidate in result.listed(top)],
         "dropped": [
             {"layout": one.layout.as_dict(), "term": one.term, "excess_bytes": one.excess, "memory": one.peak.terms}
             for one in result.dropped[:top]
@@ -214,7 +217,9 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
         ),
         "step_seconds": candidate.step,
         "seconds": candidate.seconds,
+        "step_interval": result.like(candidate).interval(candidate.step),
         "step_error": result.like(candidate).as_dict(),
+        "ties": result.ties(candidate),
         "mfu": result.mfu(candidate),
         "mfu_causal_pairs": result.mfu(candidate, causal=True),
         "tflops_per_gpu": result.tflops(candidate),
@@ -231,10 +236,10 @@ def _candidate(result: Plan, candidate: Candidate) -> dict[str, object]:
 
 
 def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
-    """Return the best layouts as aligned text, and why the winner wins."""
+    """Return the first layouts as aligned text, why the first is first, and how wrong its time may be."""
     from lablib.calc.errors import plural
     from lablib.calc.flops import ALL_PAIRS
-    from lablib.calc.layouts.planner import not_modelled
+    from lablib.calc.layouts.planner import not_modelled, why_first
     from lablib.calc.memory import MEANING, UNPROVEN_SHARE
 
     load, machine = result.load, result.cluster
@@ -252,7 +257,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
             f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
-            f"{load.recipe.name}{how}; all of these fit into {result.capacity / 1e9:.1f} GB, the {usable / 1e9:.1f} that "
+            f"{load.dtypes}{how}; all of these fit into {result.capacity / 1e9:.1f} GB, the {usable / 1e9:.1f} that "
             f"CUDA gives less {(usable - result.capacity) / 1e9:.1f} kept free{mark}",
             80,
         ),
@@ -267,12 +272,13 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
         f"{'s/step':>8}{'MFU':>6}{'TFLOP/s':>8}{'GB':>6}{'tp':>4}{'cp':>4}{'ep':>4}{'pp':>4}{'dp':>6}"
         f"{'zero':>5}{'mb':>4} {'recompute':<9} schedule",
     ]
-    for candidate in result.distinct(top):
+    for number, candidate in enumerate(result.listed(top)):
         layout = candidate.layout
+        tie = "~" if number and result.ranked and result.ties(candidate) else " "
         folded = f" etp={layout.etp}" if layout.etp is not None else ""
         chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
         lines.append(
-            f"{candidate.step:>8.3f}{result.mfu(candidate):>6.0%}{result.tflops(candidate):>8.0f}"
+            f"{candidate.step:>8.3f}{tie}{result.mfu(candidate):>5.0%}{result.tflops(candidate):>8.0f}"
             f"{candidate.total_memory / 1e9:>6.1f}{'?' if candidate.peak.unproven else ' '}{layout.tp:>3}{layout.cp:>4}{layout.ep:>4}{layout.pp:>4}"
             f" {layout.dp:>5}{layout.zero:>5}{layout.micro_batch:>4} {layout.recompute:<9} "
             + (chunks if layout.pp > 1 else "-")
@@ -280,8 +286,9 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             + (f" shard={layout.shard}" if layout.shard else "")
         )
     half = f"MFU and TFLOP/s: {ALL_PAIRS} count; with those that a causal mask leaves, the first has"
-    lines += ["", *textwrap.wrap(f"{half} {result.mfu(result.best, causal=True):.0%} MFU.", 80)]
-    lines += [*textwrap.wrap(f"Error of s/step, first layout: {result.like(result.best).sentence}", 80)]
+    lines += ["", *textwrap.wrap(why_first(result), 80)]
+    lines += [*textwrap.wrap(f"{half} {result.mfu(first, causal=True):.0%} MFU.", 80)]
+    lines += [*textwrap.wrap(f"First layout: {result.like(first).between(first.step)}", 80)]
     if first.peak.unproven:
         names = ", ".join(first.peak.unproven)
         lines += textwrap.wrap(f"GB, first layout: {MEANING.replace('unproven', f'unproven ({names})', 1)}", 80)

@@ -1,7 +1,7 @@
 """How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
 
     meshes      ranks as a grid of dp, tp, pp, cp and ep, its groups, and bytes that they send
-    guides      the decision framework, rules and tables that guides print, as functions
+    guides      the decision framework, and rules of thumb that guides print, as functions
     challenge   the clusters of the exercise, and the score of a plan
     miniature   a composition small enough for a laptop's ranks
     local_sgd   data parallelism that synchronizes every H steps
@@ -14,17 +14,7 @@ Read `meshes` first, then `planner.search`. Chapter 07.
 
 from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout, export_plan
-from lablib.calc.layouts.guides import (
-    FAMILIES,
-    PATIENCE,
-    audited_rows,
-    choose,
-    enough_microbatches,
-    microbatch_rule,
-    order_rule,
-    pipeline_formula,
-    tensor_rule,
-)
+from lablib.calc.layouts.guides import FAMILIES, choose, enough_microbatches, microbatch_rule, order_rule, tensor_rule
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
 from lablib.calc.layouts.meshes import AXES, Mesh, axis_bytes, group_line, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
@@ -34,13 +24,11 @@ __all__ = [
     "CASES",
     "COUNTED",
     "FAMILIES",
-    "PATIENCE",
     "VERSIONS",
     "AxisTraffic",
     "Mesh",
     "Miniature",
     "Score",
-    "audited_rows",
     "axis_bytes",
     "choose",
     "counting_for",
@@ -55,7 +43,6 @@ __all__ = [
     "microbatch_rule",
     "needed_inner_steps",
     "order_rule",
-    "pipeline_formula",
     "plan_case",
     "predicted_traffic",
     "score",

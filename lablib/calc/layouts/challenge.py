@@ -2,8 +2,9 @@
 
     score(Layout(tp=8, pp=4, dp=32, recompute="full"), "gpt-76b").points
 
-Three times are compared, all predicted by the same model: yours, the published layout's and the planner's best. So
-the ratio says how good a layout is, and says nothing about how good the prediction is; the page "How wrong is the planner?" says that.
+Three times are compared, all predicted by the same model: yours, the published layout's and that of the planner's first
+choice. So the ratio says how good a layout is, and says nothing about how good the prediction is; the page "How wrong is the
+planner?" says that.
 
 Every case is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
 layout is yours.
@@ -27,6 +28,7 @@ from lablib.calc.layouts.planner import (
     check_layout,
     counting_of_run,
     layout_peak,
+    like_this,
     plan,
     predict_run,
     reason_against,
@@ -52,6 +54,11 @@ class Case:
     text: str
 
     @property
+    def error(self) -> float:
+        """By how much a step must be longer than the published layout's to be behind it: the error of runs like that one."""
+        return like_this(workload_of_run(self.run), self.published).error
+
+    @property
     def published(self) -> Layout:
         """The layout of the row: what the paper prints or the row assumes, and what both leave out as the planner would choose it."""
         return predict_run(self.run).layout
@@ -70,8 +77,9 @@ class Score:
         term: The largest of them if it does not fit, else "".
         seconds: Predicted seconds of a step by part; empty if it cannot be.
         to_published: Step time over that of the published layout; None unless it runs.
-        to_planner: Step time over that of the planner's best; None unless it runs.
+        to_planner: Step time over that of the planner's first choice, which need not be the fastest; None unless it runs.
         sentences: What the numbers mean, the most important first.
+        ties: Whether it runs and no layout of the plan is ahead of it; see `Plan.ties`.
     """
 
     case: Case
@@ -84,6 +92,7 @@ class Score:
     to_published: float | None
     to_planner: float | None
     sentences: tuple[str, ...]
+    ties: bool = False
 
     @property
     def runs(self) -> bool:
@@ -97,7 +106,7 @@ class Score:
 
     @property
     def points(self) -> int:
-        """100 for a layout as fast as the planner's best, 50 for one half as fast, 0 if it does not run."""
+        """100 for a layout as fast as the planner's first choice, 50 for one half as fast, 0 if it does not run."""
         return min(100, round(100 / self.to_planner)) if self.to_planner else 0
 
     def __str__(self) -> str:
@@ -132,10 +141,10 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
         return Score(one, given, "does not fit", memory, capacity, term, seconds, None, None, (text,))
     step = sum(seconds.values())
     published = sum(predict_run(run).seconds.values())
-    best = plan_case(one.name).best
+    found, mine = plan_case(one.name), Candidate(given, seconds, peak)
     return Score(
-        one, given, "runs", memory, capacity, "", seconds, step / published, step / best.step,
-        _sentences(one, Candidate(given, seconds, peak), published, best, capacity),
+        one, given, "runs", memory, capacity, "", seconds, step / published, step / found.best.step,
+        _sentences(one, mine, published, found.best, capacity), found.ties(mine),
     )  # fmt: skip
 
 
@@ -179,7 +188,7 @@ def _sentences(case: Case, mine: Candidate, published: float, best: Candidate, c
     layout, seconds = mine.layout, mine.seconds
     found = [
         f"{mine.step:.2f} s a step: {mine.step / published:.2f} times the published layout's {published:.2f} s and "
-        f"{mine.step / best.step:.2f} times the planner's best, {best.step:.2f} s."
+        f"{mine.step / best.step:.2f} times that of the planner's first choice, {best.step:.2f} s."
     ]
     machine = workload_of_run(case.run).cluster
     if layout.tp > machine.gpus_per_node and seconds["tp"] > LARGE_SHARE * mine.step:

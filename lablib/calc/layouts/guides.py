@@ -1,12 +1,11 @@
-"""What guides print, as functions: the decision framework, rules of thumb, and their tables of layouts, judged.
+"""What guides print, as functions: the decision framework and rules of thumb.
 
     choice = choose("llama-2-13b", gpus=8, gpu="a100", seq=4096, global_batch=64)
     choice.strategy             # "sharded data parallelism"
     print(*choice.reasons, sep=" ")
 
-Each of `FAMILIES` is asked in turn, the simplest first. The first that fits and is within `patience` of the best of all,
-which is less than the planner's own error, is taken. The rules return rows to print, and `audited_rows` judges tables by
-the training states, 16 bytes a parameter, where guides ask whether the weights fit.
+Each of `FAMILIES` is asked in turn, the simplest first. The first is taken that fits, that ties with the fastest in the sense
+of `Plan.ties`, and that measured runs are like, if runs are like any. The rules return rows to print.
 
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965), section 2.3, for 4 micro-batches a stage; Narayanan et al. 2021
 (arXiv 2104.04473), section 3, for tp inside the node and dp outermost.
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lablib.calc.flops import ALL_PAIRS
-from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.hardware import Accelerator
 from lablib.calc.layouts.meshes import axis_bytes, mesh
 from lablib.calc.layouts.planner import (
     FITTED,
@@ -34,13 +33,11 @@ from lablib.calc.layouts.planner import (
     generation,
     layer_work,
     layout_peak,
-    megatron_gpt,
     pass_seconds,
     plan,
 )
 from lablib.calc.memory import resolve_model
-from lablib.calc.models import ModelConfig, preset
-from lablib.calc.parallel import zero_state_bytes
+from lablib.calc.models import ModelConfig
 from lablib.calc.schedules import schedule, simulate
 from lablib.calc.units import GB
 
@@ -52,7 +49,6 @@ FAMILIES = (
     "pipeline stages",
     "context parallelism",
 )
-PATIENCE = 0.05  # of the best step: what simplicity may cost; less than the planner's own error
 
 
 def family(layout: Layout) -> str:
@@ -109,8 +105,8 @@ class Choice:
 
     @property
     def slower(self) -> float:
-        """How much slower than the planner's best it is predicted to be, as a share."""
-        return self.candidate.step / self.plan.best.step - 1
+        """How much slower than the fastest layout it is predicted to be, as a share."""
+        return self.candidate.step / self.plan.fastest.step - 1
 
 
 def choose(
@@ -120,51 +116,53 @@ def choose(
     gpu: str | Accelerator = "h100",
     seq: int | None = None,
     global_batch: int,
-    patience: float = PATIENCE,
     **settings: object,
 ) -> Choice:
-    """Return the simplest family of layouts that fits and is about as fast as any, with the reasons.
+    """Return the simplest family of layouts that fits and that no other is ahead of, with the reasons.
 
-    Args:
-        patience: How much slower than the best of all it may be, as a share.
+    A family that no measured run is like is passed over where the planner's first choice has such runs.
     """
-    if patience < 0:
-        raise ValueError(f"patience={patience} must not be negative")
     found = plan(model, gpus=gpus, gpu=gpu, seq=seq, global_batch=global_batch, **settings)
-    best = found.best
+    judged = bool(found.like(found.best).ratios)
     reasons: list[Reason] = []
     for name in FAMILIES:
-        own = next(found.candidates.walk(lambda layout, name=name: family(layout) == name), None)
+        own = next((one for one in found.tie if family(one.layout) == name), None) or next(
+            found.candidates.walk(lambda layout, name=name: family(layout) == name), None
+        )
         if own is None:
             reasons.append(_nothing(found, name))
             continue
-        taken = own.step <= (1 + patience) * best.step
+        taken = found.ties(own) and bool(found.like(own).ratios) >= judged
         reasons.append(_answer(found, name, own, taken))
         if taken:
             return Choice(name, own, tuple(reasons), found)
-    raise RuntimeError(f"{best.layout} is of no family")  # the best one is taken at the latest
+    raise RuntimeError(f"{found.best.layout} is of no family")  # the first choice is taken at the latest
 
 
 def _answer(found: Plan, name: str, own: Candidate, taken: bool) -> Reason:
-    slower = own.step / found.best.step - 1
     text = (
         f"{name.capitalize()}: {own.layout} fits, {_gb(own.total_memory)} of {_gb(found.capacity)}, and takes "
-        f"{own.step:.2f} s a step, MFU {found.mfu(own):.0%} ({ALL_PAIRS})"
+        f"{_seconds(found, own)} a step, MFU {found.mfu(own):.0%} ({ALL_PAIRS})"
     )
-    if not taken:
-        gaps = {part: own.seconds[part] - found.best.seconds[part] for part in own.seconds}
+    slower, ahead = own.step / found.fastest.step - 1, found.ahead_of(own)
+    if ahead:
+        gaps = {part: own.seconds[part] - ahead.seconds[part] for part in own.seconds}
         worst = max(gaps, key=gaps.get)
-        text += (
-            f"; but {slower:.0%} slower than the best of all, {found.best.layout}: "
-            f"{PART_NAMES[worst]} +{gaps[worst]:.2f} s"
-        )
+        text += f"; but {ahead.layout} is ahead, {_seconds(found, ahead)}: {PART_NAMES[worst]} +{gaps[worst]:.2f} s"
     elif slower >= 0.0005:  # of a step; below it would print as 0.0%
-        text += f"; {slower:.1%} slower than the best of all, which is less than the planner can tell apart"
+        text += f"; {slower:.1%} slower than the fastest of all, {found.fastest.layout}, which is a tie"
     else:
-        text += "; no layout is faster" if slower == 0 else "; as fast as the best of all"
-    if taken:
+        text += "; no layout is faster" if slower == 0 else "; as fast as the fastest of all"
+    if taken or not ahead:
         text += f". Error of such times: {found.like(own).sentence}"
     return Reason(name, True, taken, own.layout, own.total_memory, own.step, text + ".")
+
+
+def _seconds(found: Plan, candidate: Candidate) -> str:
+    between = found.like(candidate).interval(candidate.step)
+    return f"{candidate.step:.2f} s" + (
+        f" ({between[0]:.3g} to {between[1]:.3g} s by measured runs)" if between else ""
+    )
 
 
 def _nothing(found: Plan, name: str) -> Reason:
@@ -384,132 +382,3 @@ def _link(machine: Cluster, axis: str, size: int, stride: int) -> float:
     if size == 1:
         return machine.intra
     return machine.hop(size, stride) if axis == "pp" else machine.bandwidth(size, stride)
-
-
-ROOM = 0.2  # of a GPU, for activations and buffers
-
-
-def state_bytes(params: float, *, tp: int = 1, pp: int = 1, dp: int = 1, zero: int = 0) -> int:
-    """Return the bytes of training states on a rank, 16 a parameter over tp and pp, and over dp as ZeRO shards."""
-    for name, value in (("params", params), ("tp", tp), ("pp", pp)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    return zero_state_bytes(-(-int(params) // (tp * pp)), dp, zero)
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row of the tables that guides print, and what is right about it."""
-
-    name: str
-    params: float
-    gpus: int
-    tp: int
-    pp: int
-    cp: int = 1
-    dp: int | None = None
-
-
-#: Layouts as guides print them. The last three sizes and the long context are those of "modern" versions.
-EXAMPLES = (
-    Example("7B", 7e9, 8, 1, 1, dp=8),
-    Example("13B", 13e9, 8, 2, 1, dp=4),
-    Example("30B", 30e9, 16, 4, 2, dp=2),
-    Example("70B", 70e9, 64, 8, 4, dp=2),
-    Example("175B", 175e9, 512, 8, 16, dp=4),
-    Example("175B", 175e9, 256, 8, 8, dp=4),
-    Example("405B", 405e9, 16384, 8, 16, dp=128),
-    Example("70B, 1M tokens", 70e9, 128, 8, 4, cp=8),
-)
-
-
-def check_example(example: Example, *, gpu: str | Accelerator = "h100") -> tuple[bool, str]:
-    """Return whether a printed row can be as it stands, without ZeRO, and a sentence that says why or corrects it."""
-    card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
-    width = example.tp * example.pp * example.cp
-    if example.gpus % width or (example.dp or example.gpus // width) * width != example.gpus:
-        return False, (
-            f"tp={example.tp} x pp={example.pp} x cp={example.cp} = {width} ranks for one replica, but there are "
-            f"{example.gpus}: at least {width} GPUs, or cp={example.gpus // (example.tp * example.pp)}"
-        )
-    dp = example.gpus // width
-    plain = state_bytes(example.params, tp=example.tp, pp=example.pp)
-    share = f"{plain / 1e9:.1f} GB of states a rank without ZeRO"
-    if plain <= (1 - ROOM) * card.usable_bytes:
-        return True, f"{share}: fits on one {card.name}"
-    for zero in (1, 2, 3):
-        sharded = state_bytes(example.params, tp=example.tp, pp=example.pp, dp=dp * example.cp, zero=zero)
-        if sharded <= (1 - ROOM) * card.usable_bytes:
-            return (
-                False,
-                f"{share}: does not fit on one {card.name}; zero={zero} over dp={dp} makes it {sharded / 1e9:.1f} GB",
-            )
-    return False, f"{share}: does not fit on one {card.name}, with ZeRO neither"
-
-
-def pipeline_formula(params: float, tp: int, gpu: str | Accelerator = "a100", *, bytes_per_param: int = 16) -> float:
-    """Return `bytes · ψ / (memory · tp)`, the stages that guides compute; they put in 2 bytes, the weights.
-
-    70 billion parameters with tp=8 on 80 GiB: 0.20 with the weights, so one stage; 1.63 with the states, so two at the
-    least, before any activation.
-    """
-    for name, value in (("params", params), ("tp", tp), ("bytes_per_param", bytes_per_param)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    card = gpu if isinstance(gpu, Accelerator) else accelerator(gpu)
-    return bytes_per_param * params / (card.memory_bytes * tp)
-
-
-@dataclass(frozen=True)
-class AuditedRow:
-    """A row of the tables that guides print, judged and corrected.
-
-    Attributes:
-        holds: Whether it can be as it stands, without ZeRO.
-        states: Bytes of states of a rank as printed, without ZeRO; 0 if the factors do not multiply.
-        verdict: A sentence that says why, or what corrects it.
-        choice: What the framework recommends for this model and number of GPUs; None if nothing fits.
-        nothing: Why nothing fits, or "".
-    """
-
-    example: Example
-    holds: bool
-    states: int
-    verdict: str
-    choice: Choice | None
-    nothing: str
-
-
-#: A model of each size that the tables name; there is no published one of 30B among the presets.
-MODELS: dict[str, ModelConfig] = {
-    "7B": preset("llama-2-7b"),
-    "13B": preset("llama-2-13b"),
-    "30B": megatron_gpt(48, 7168, 56),
-    "70B": preset("llama-2-70b"),
-    "175B": preset("gpt3-175b"),
-    "405B": preset("llama-3.1-405b"),
-    "70B, 1M tokens": preset("llama-3.1-70b"),
-}
-
-
-def audited_rows(gpu: str | Accelerator = "a100", *, tokens: int = 2**22) -> list[AuditedRow]:
-    """Return the usual table of layouts, each row judged, with what the framework says in its place.
-
-    Sequences are 2,048 tokens, 8,192 for 405B and 1,048,576 in the last row; a step has `tokens`, and one sequence for
-    each GPU at least.
-    """
-    return [_audit(example, gpu, tokens) for example in EXAMPLES]
-
-
-def _audit(example: Example, gpu: str | Accelerator, tokens: int) -> AuditedRow:
-    holds, verdict = check_example(example, gpu=gpu)
-    width = example.tp * example.pp * example.cp
-    states = state_bytes(example.params, tp=example.tp, pp=example.pp) if example.gpus % width == 0 else 0
-    long = "1M" in example.name
-    seq = 2**20 if long else 8192 if example.name == "405B" else 2048
-    batch = max(tokens // seq, example.gpus)
-    try:
-        choice = choose(MODELS[example.name], gpus=example.gpus, gpu=gpu, seq=seq, global_batch=batch)
-    except ValueError as error:
-        return AuditedRow(example, holds, states, verdict, None, str(error))
-    return AuditedRow(example, holds, states, verdict, choice, "")

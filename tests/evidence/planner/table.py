@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run
+from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, workload_of_run
 from lablib.calc.params import count_params
 from tests.evidence.planner.fitting import MOST, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, read_rows
@@ -87,7 +87,17 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
         "billions": round(count_params(run.model).total / 1e9, 3),
         "hidden": run.model.hidden,
         "seq": run.seq,
-        "layout": {"tp": run.tp, "cp": run.cp, "pp": run.pp, "dp": run.dp, "micro_batch": run.micro_batch},
+        "precision": run.precision or "bf16",
+        "experts": run.model.is_moe,
+        "layout": {
+            "tp": run.tp,
+            "cp": run.cp,
+            "pp": run.pp,
+            "ep": run.ep,
+            "dp": run.dp,
+            "micro_batch": run.micro_batch,
+        },
+        "cp_way": workload_of_run(run).cp_way,
         "recompute": run.recompute,
         "seconds": float(f"{seconds_of(run):.6g}"),
         "ratio": round(ratio, 4),
@@ -98,7 +108,12 @@ def _row(run: Run, *, ratio: float, seen: float, constant: float) -> dict[str, A
 
 def short_form(table: dict[str, Any]) -> list[list[object]]:
     """Return the rows as the planner's answers need them; see `lablib.calc.layouts.planner.like_this`."""
-    return [[row[name] for name in LIKE_THIS] for row in table["rows"]]
+    return [[_short(row)[name] for name in LIKE_THIS] for row in table["rows"]]
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its axes beside the rest."""
+    return row | row["layout"] | {"gathers": row["zero"] == 3}
 
 
 def save_planner_table(table: dict[str, Any]) -> None:

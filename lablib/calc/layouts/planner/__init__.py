@@ -1,4 +1,4 @@
-"""Every layout of a model on a cluster, ordered by predicted step time.
+"""Every layout of a model on a cluster, by predicted step time and by how wrong such times are.
 
 `plan(model, cluster, ...)` searches, `plan_reasons` explains its first choice, `predict_run` what it says of published runs.
 
@@ -7,7 +7,7 @@
     time          how long a step takes: work, exposed communication, bubble
     rates         how close runs come to full rates: the fitted constants
     peak          the same at its fullest, as the memory calculator counts an implementation
-    search        `plan`, and its layouts by time, each judged by its peak before it is named
+    search        `plan`, its layouts by time, each judged by its peak before it is named, and which of them tie
     explain       the answer in sentences, and what it takes for granted
     calibration   published runs as jobs, what is predicted for them, and errors on measured runs like this one
 
@@ -40,6 +40,7 @@ from lablib.calc.layouts.planner.explain import (
     not_modelled,
     plan_reasons,
     reason_against,
+    why_first,
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, check_nodes, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
@@ -110,5 +111,6 @@ __all__ = [
     "reason_against",
     "run_choices",
     "step_time",
+    "why_first",
     "workload_of_run",
 ]

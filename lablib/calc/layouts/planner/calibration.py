@@ -1,7 +1,7 @@
 """Runs that papers published, each as the planner's own job, what it predicts for them, and how wrong it was on others.
 
     predict_run(MEASURED_RUNS[0]).error       # predicted over published speed, less 1
-    like_this(load, layout).sentence          # "median 7%, worst 24% on 31 measured runs (A100, FSDP, 7B to 30B)"
+    like_this(load, layout).sentence          # "measured runs like it took 0.86 to 0.91 times what was predicted, ..."
 
 A row says what its paper prints or what is assumed below; what is left out is None, and the fastest choice counts. `tests/evidence/planner` has
 many more rows, fits the constants to them, judges them and writes `measured.json`, which has `LIKE_THIS` as columns. Its
@@ -22,14 +22,17 @@ ratios are predicted over measured seconds, by constants that never saw the row'
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 
+from lablib.calc.errors import plural
 from lablib.calc.flops import step_flops
-from lablib.calc.layouts.planner.layout import Layout, check_layout, cluster
+from lablib.calc.layouts.planner.layout import CUTS, Layout, check_layout, cluster
 from lablib.calc.layouts.planner.peak import Counting
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework
 from lablib.calc.layouts.planner.time import StepWork, Workload, step_time
@@ -353,13 +356,17 @@ def counting_of_run(run: Run, zero: int | None = None) -> Counting:
 # How wrong predictions of measured runs were
 
 MEASURED = Path(__file__).with_name("measured.json")
-LIKE_THIS = ("source", "card", "sharded", "billions", "seq", "gpus", "ratio")
+LIKE_THIS = (
+    "source", "card", "precision", "experts", "tp", "cp", "pp", "ep", "cp_way", "gathers", "billions", "seq", "gpus",
+    "ratio",
+)  # fmt: skip
 
 #: GPUs that rows were measured on, by generation.
 CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
 MIN_ROWS = 5
-MAX_SIZE_RATIO = 3  # times smaller or larger
-MAX_LENGTH_RATIO = 2  # times shorter or longer
+#: Times fewer or more GPUs, parameters and tokens that a run like another may have: the first that finds `MIN_ROWS`.
+REACHES = (2, 4, 8)
+EDGE = 20  # of so many runs one at each end is outside of the interval, so that nine in ten are inside
 
 
 @dataclass(frozen=True)
@@ -368,11 +375,16 @@ class Likeness:
 
     Attributes:
         ratios: Predicted over measured seconds of a step.
-        what: What the runs have in common, and their range of sizes.
+        what: What the runs have in common, and their ranges; without runs, what is missing.
+        usual: Median error of all runs of the same GPUs, or of all GPUs if those have none; infinite where no mixture of
+            experts was measured, and this is one.
+        unseen: The error that nine in ten of these stayed below.
     """
 
     ratios: tuple[float, ...]
     what: str
+    usual: float = math.inf
+    unseen: float = math.inf
 
     @property
     def median(self) -> float | None:
@@ -385,16 +397,57 @@ class Likeness:
         return max((abs(ratio - 1) for ratio in self.ratios), default=None)
 
     @property
+    def error(self) -> float:
+        """The share by which a layout must be ahead to be ahead: the median error, but not below `usual`, as these runs are few.
+
+        Without runs it is `unseen`.
+        """
+        return max(self.median, self.usual) if self.ratios else self.unseen
+
+    @property
+    def took(self) -> tuple[float, float] | None:
+        """Least and most that the runs took, over what was predicted; None without runs.
+
+        These are all runs if they are fewer than `EDGE`, of which a twentieth is not one run, and else the middle nine in
+        ten.
+        """
+        cut = len(self.ratios) // EDGE
+        inner = sorted(1 / ratio for ratio in self.ratios)[cut : len(self.ratios) - cut]
+        return (inner[0], inner[-1]) if inner else None
+
+    def interval(self, step: float) -> tuple[float, float] | None:
+        """Return from how many to how many seconds a step may take that is predicted to take `step`; None without runs.
+
+        It is as wide as what the runs took, and by `usual` wider at both ends if they are fewer than `MIN_ROWS`: a few runs
+        of one team are near each other.
+        """
+        if not self.ratios:
+            return None
+        more = self.usual if len(self.ratios) < MIN_ROWS else 0.0
+        return step * self.took[0] * (1 - more), step * self.took[1] * (1 + more)
+
+    def between(self, step: float) -> str:
+        """Return the interval of a step in words, and what it comes from."""
+        if not self.ratios:
+            return self.sentence
+        low, high = self.interval(step)
+        few = f"; these are few, so {self.usual:.0%} more at both ends" if len(self.ratios) < MIN_ROWS else ""
+        return f"{low:.3g} to {high:.3g} s: {self.sentence}{few}"
+
+    @property
     def sentence(self) -> str:
         """The errors in words."""
         if not self.ratios:
-            return f"no measured run is like this ({self.what})"
-        many = f"{len(self.ratios)} measured run{'s' if len(self.ratios) > 1 else ''}"
-        return f"median {self.median:.0%}, worst {self.worst:.0%} on {many} ({self.what})"
+            return f"no measured run is like this: {self.what}"
+        runs = plural(len(self.ratios), "measured run")
+        share = f"nine in ten of {runs}" if len(self.ratios) >= EDGE else runs
+        times = _range(*(f"{end:.2f}" for end in self.took))
+        return f"{share} like it took {times} times what was predicted, median error {self.median:.0%} ({self.what})"
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as plain numbers: median and worst error as shares, and how many runs."""
-        return {"median": self.median, "worst": self.worst, "runs": len(self.ratios), "like": self.what}
+        """Return it as plain numbers: errors as shares, what the runs took over what was predicted, and how many."""
+        errors = {"median": self.median, "worst": self.worst, "took": self.took}
+        return {**errors, "runs": len(self.ratios), "like": self.what}
 
 
 @cache
@@ -404,34 +457,66 @@ def _rows() -> tuple[dict, ...]:
 
 
 def like_this(load: Workload, layout: Layout) -> Likeness:
-    """Return the measured runs like a layout of a job: the same generation of GPUs and way to shard, nearly its size and length.
+    """Return the measured runs like a layout of a job: nearest in GPUs, parameters and tokens, and alike in all else.
 
-    Where there are fewer than `MIN_ROWS`, length is given up first, then size. Of mixtures of experts, fp32 and other GPUs
-    nothing was measured.
+    Alike are the generation of GPUs, the dtype of products (16 bits are one), whether there are experts, which of tp, cp,
+    pp and ep are above 1, how cp attends, and whether weights are gathered for every use (ZeRO-3).
     """
-    measured_on = load.cluster.gpu.generation
-    sharded = layout.zero >= 2
-    way = "FSDP" if sharded else "replicas or ZeRO-1"
-    if load.model.is_moe:
-        return Likeness((), f"{load.cluster.gpu.name}, mixture of experts")
-    if load.recipe.activation == 4:
-        return Likeness((), f"{load.cluster.gpu.name}, fp32")
-    if measured_on is None:
-        return Likeness((), load.cluster.gpu.name)
-    billions = count_params(load.model).total / 1e9
-    alike = [row for row in _rows() if row["card"] == measured_on and row["sharded"] == sharded]
-    sized = [row for row in alike if billions / MAX_SIZE_RATIO <= row["billions"] <= billions * MAX_SIZE_RATIO]
-    close = [row for row in sized if load.seq / MAX_LENGTH_RATIO <= row["seq"] <= load.seq * MAX_LENGTH_RATIO]
-    found = next((rows for rows in (close, sized) if len(rows) >= MIN_ROWS), close or sized or alike)
+    gpu, axes, sparse = load.cluster.gpu, layout.axes, load.model.is_moe
+    card = CARDS.get(gpu.generation, gpu.name)
+    precision = load.precision or ("fp32" if load.recipe.activation == 4 else "bf16")
+    named = ", ".join(axes) or "data parallelism alone"
+    if "cp" in axes:
+        named = named.replace("cp", f"cp ({load.cp_way})")
+    way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
+    rows = list(_rows())
+    of_kind = [row for row in rows if row["experts"] == sparse]
+    known = _median_and_ninth([row for row in of_kind if row["card"] == gpu.generation] or of_kind)
+    for alike, missing in (
+        (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
+        (lambda row: row["precision"] == precision, f"is in {precision}"),
+        (lambda row: row["card"] == gpu.generation, f"is on {card}"),
+        (lambda row: _axes(row) == axes, f"on {card} has {named}"),
+        (lambda row: "cp" not in axes or row["cp_way"] == load.cp_way, f"on {card} has {named}"),
+        (lambda row: row["gathers"] == (layout.zero == 3), f"on {card} has {named}, {way}"),
+    ):
+        rows = [row for row in rows if alike(row)]
+        if not rows:
+            return Likeness((), f"none {missing}", *known)
+    mine = {"gpus": load.cluster.gpus, "billions": count_params(load.model).total / 1e9, "seq": load.seq}
+    near = [[row for row in rows if _within(row, mine, reach)] for reach in REACHES]
+    found = next((some for some in near if len(some) >= MIN_ROWS), near[-1])
     if not found:
-        return Likeness((), f"{CARDS[measured_on]}, {way}")
-    sizes, lengths = sorted(row["billions"] for row in found), sorted(row["seq"] for row in found)
-    what = [CARDS[measured_on], way, _range(*(format_count(n * 1e9) for n in (sizes[0], sizes[-1])))]
-    if found is not close:
-        what.append(f"{_range(f'{lengths[0]:,}', f'{lengths[-1]:,}')} tokens")
-    if found is alike and alike is not sized:
-        what.append("none of this size")
-    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what))
+        far = f"none on {card} with {named}, {way}, is within {REACHES[-1]} times its GPUs, size and length"
+        return Likeness((), far, *known)
+    what = [
+        card,
+        named,
+        way,
+        _extent(found, "gpus", lambda n: f"{n:,}") + " GPU" + "s" * (max(row["gpus"] for row in found) > 1),
+        _extent(found, "billions", lambda n: format_count(n * 1e9)),
+        _extent(found, "seq", lambda n: f"{n:,}") + " tokens",
+    ]
+    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what), *known)
+
+
+def _axes(row: dict) -> tuple[str, ...]:
+    return tuple(name for name in CUTS if row[name] > 1)
+
+
+def _within(row: dict, mine: dict[str, float], reach: float) -> bool:
+    return all(value / reach <= row[name] <= value * reach for name, value in mine.items())
+
+
+def _median_and_ninth(rows: list[dict]) -> tuple[float, float]:
+    """The median error of some rows, and that which nine in ten stay below; infinite without any."""
+    found = sorted(abs(row["ratio"] - 1) for row in rows)
+    return (statistics.median(found), found[math.ceil(0.9 * len(found)) - 1]) if found else (math.inf, math.inf)
+
+
+def _extent(rows: list[dict], name: str, text: Callable[[float], str]) -> str:
+    values = [row[name] for row in rows]
+    return _range(text(min(values)), text(max(values)))
 
 
 def _range(first: str, last: str) -> str:

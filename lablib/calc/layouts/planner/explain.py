@@ -1,4 +1,4 @@
-"""The planner's answer in sentences: why the winner wins (`plan_reasons`), and what is taken for granted (`not_modelled`).
+"""The planner's answer in sentences: why a layout is first (`why_first`, `plan_reasons`), what is taken for granted (`not_modelled`).
 
 Only what concerns the run is said. Read `plan_reasons` first.
 """
@@ -31,7 +31,7 @@ SMALL = 0.002  # of a step: differences below are not worth a word
 
 
 def plan_reasons(result: Plan) -> list[str]:
-    """Return the reasons as sentences: where the winner's time goes, why others lose, and what does not fit."""
+    """Return the reasons as sentences: where the first choice's time goes, what others take, and what does not fit."""
     best = result.best
     shares = sorted(best.seconds.items(), key=lambda part: -part[1])
     lines = [
@@ -45,9 +45,8 @@ def plan_reasons(result: Plan) -> list[str]:
     terms = sorted(best.memory.items(), key=lambda term: -term[1])
     held = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in terms if size)
     lines.append(f"Its memory at the peak ({best.peak.at}): {held}.")
-    distinct = result.distinct(2)
-    if len(distinct) == 2:
-        lines.append("Runner-up " + reason_against(best, distinct[1]))
+    for other in result.listed(2)[1:]:
+        lines.append("Runner-up " + reason_against(best, other))
     degrees = ("tp", "pp", "cp", "ep") if result.load.model.is_moe else ("tp", "pp", "cp")
     for field in (*degrees, "zero", "recompute", "micro_batch", "virtual_stages", "shard"):
         line = _other(result, field)
@@ -56,13 +55,33 @@ def plan_reasons(result: Plan) -> list[str]:
     return lines + _dropped(result)
 
 
+def why_first(result: Plan) -> str:
+    """Return in words what a tie is in this plan, and why the first layout is first."""
+    order = "fewest of tp, cp, pp and ep above 1"
+    if not result.ranked:
+        return (
+            f"Not ranked by time, for no mixture of experts was measured: the fastest layout of every set of axes, {order} "
+            "first, then most room (GB)."
+        )
+    best, fastest = result.best, result.fastest
+    text = (
+        "Layouts marked ~ tie with the first: no layout is ahead of them by more than the error of measured runs like it. Of a "
+        f"tie the first is one that runs are like, without cp if that can be, with the {order}, then with most room (GB)"
+    )
+    if fastest.layout == best.layout:
+        return f"{text}; here it is the fastest, too."
+    gain = f"{fastest.layout} is predicted to be {1 - fastest.step / best.step:.1%} faster"
+    return f"{text}; {gain}, {'which is within the error' if result.ties(fastest) else 'but not by the runs like it'}."
+
+
 def reason_against(best: Candidate, other: Candidate) -> str:
-    """Return one sentence on what makes another layout slower, part by part, and what it saves."""
+    """Return one sentence on what makes another layout slower or faster, part by part."""
     gaps = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
     worth = [(gap, name) for name, gap in gaps.items() if abs(gap) > SMALL * best.step]
     costs = [f"{PART_NAMES[name]} +{gap:.3f} s" for gap, name in sorted(worth, reverse=True) if gap > 0]
     saves = [f"{-gap:.3f} s of {PART_NAMES[name]}" for gap, name in sorted(worth) if gap < 0]
-    text = f"{other.layout} takes {other.step - best.step:.3f} s more ({other.step / best.step - 1:.1%})"
+    more = other.step - best.step
+    text = f"{other.layout} takes {abs(more):.3f} s {'more' if more >= 0 else 'less'} ({abs(more) / best.step:.1%})"
     if costs:
         text += ": " + ", ".join(costs)
     if saves:
@@ -72,7 +91,7 @@ def reason_against(best: Candidate, other: Candidate) -> str:
 
 
 def _other(result: Plan, field: str) -> str | None:
-    """The best layout in which one field differs from the winner's."""
+    """The fastest layout in which one field differs from the first choice's."""
     best = result.best
     mine = getattr(best.layout, field)
     if mine is None:

@@ -37,6 +37,7 @@ FIELDS = (
     "etp",
     "shard",
 )
+CUTS = ("tp", "cp", "pp", "ep")  # what cuts a model, a sequence or its experts; dp cuts the batch alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,11 @@ class Layout:
     def shape(self) -> tuple[int, int, int, int]:
         """The layout as (tp, cp, pp, dp): what papers print."""
         return self.tp, self.cp, self.pp, self.dp
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of those of `CUTS` that are above 1."""
+        return tuple(name for name in CUTS if getattr(self, name) > 1)
 
     def num_microbatches(self, global_batch: int) -> int:
         """Return the micro-batches that one replica runs in a step."""

@@ -1,7 +1,8 @@
 """`plan`: every layout of a model on a cluster, what does not fit and why, and the rest by predicted step time.
 
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
-    result.best.layout              # tp=8 cp=... pp=16 ...
+    result.best.layout              # tp=8 cp=1 pp=32 ...
+    result.fastest.layout           # tp=4 cp=4 pp=16 ...
 
 All divisors are tried: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
 experts, split over tp or whole over all ranks of a stage. What the caller fixes is taken as it is, tp beyond a node too.
@@ -12,10 +13,14 @@ of layouts that differ in it alone only the first that fits counts.
 
 Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve, and
 more where nobody judged such a peak.
+
+A layout is ahead of another only by more than the error of measured runs like it. What no layout is ahead of is a tie,
+and the first choice is the simplest of it. `like_this` has the errors.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -23,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import groupby, islice
 from math import gcd
 from os import PathLike
 
@@ -121,14 +126,17 @@ class Candidates(Sequence[Candidate]):
         self._known: list[Candidate] = []
         self._rest = self.walk()
 
-    def walk(self, where: Callable[[Layout], bool] | None = None) -> Iterator[Candidate]:
+    def walk(
+        self, where: Callable[[Layout], bool] | None = None, limit: Callable[[], float] | None = None
+    ) -> Iterator[Candidate]:
         """Yield the layouts that fit, fastest first.
 
         Args:
             where: Which of them; peaks of others are not computed. It is asked anew each time.
+            limit: Seconds of a step beyond which no layout is looked at; asked anew too.
         """
         heap = list(self._first)
-        while heap:
+        while heap and (limit is None or heap[0][0] <= limit()):
             _, least, number, mode = heappop(heap)
             partition = self.partitions[number]
             layout = partition.at(mode)
@@ -198,6 +206,30 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """A layout that others are compared with.
+
+    Attributes:
+        beyond: Seconds of a predicted step that is behind it.
+        interval: Seconds that its own step may take, as measured runs like it did; None without runs.
+    """
+
+    candidate: Candidate
+    beyond: float
+    interval: tuple[float, float] | None
+
+    @property
+    def preference(self) -> tuple[bool, bool, int, int]:
+        """What is smaller for the layout to take among equals: one that was judged, without cp, of few axes, with most room."""
+        return self.interval is None, *_simplicity(self.candidate.layout.axes), self.candidate.total_memory
+
+
+def _simplicity(axes: tuple[str, ...]) -> tuple[bool, int]:
+    """Few axes, and cp last: merging its partial results has a cost that no time here knows."""
+    return "cp" in axes, len(axes)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
@@ -245,8 +277,8 @@ class Plan:
         return self.load.cluster
 
     @property
-    def best(self) -> Candidate:
-        """The fastest layout.
+    def fastest(self) -> Candidate:
+        """The layout with the least predicted step.
 
         Raises:
             ValueError: If nothing fits; it names the layout that comes nearest.
@@ -254,6 +286,80 @@ class Plan:
         if not self.candidates:
             raise ValueError(nothing_fits(self))
         return self.candidates[0]
+
+    @cached_property
+    def leads(self) -> tuple[Lead, ...]:
+        """The fastest layout of every set of axes that may be the first choice, fastest first, and how far it is ahead.
+
+        Empty where nothing fits, and where times rank nothing.
+        """
+        found: dict[tuple[str, ...], Lead] = {}
+        limits = [math.inf]
+        if self.ranked:
+            for candidate in self.candidates.walk(lambda layout: layout.axes not in found, lambda: limits[-1]):
+                like = self.like(candidate)
+                beyond = candidate.step * (1 + like.error)
+                found[candidate.layout.axes] = Lead(candidate, beyond, like.interval(candidate.step))
+                limits.append(min(limits[-1], beyond))
+        return tuple(found.values())
+
+    @cached_property
+    def tie(self) -> tuple[Candidate, ...]:
+        """The fastest layout of every set of axes that no other layout is ahead of, in the order of `Lead.preference`."""
+        tied = (lead for lead in self.leads if self.ties(lead.candidate))
+        return tuple(lead.candidate for lead in sorted(tied, key=lambda lead: lead.preference))
+
+    def ahead_of(self, candidate: Candidate) -> Candidate | None:
+        """Return the fastest layout that is ahead of a candidate, or None if the candidate ties.
+
+        A layout is ahead of another that is predicted to be slower by more than the error of measured runs like the first, or
+        whose interval begins where that of the first has ended.
+        """
+        mine = self.like(candidate).interval(candidate.step)
+        for lead in self.leads:
+            if candidate.step > lead.beyond or (mine and lead.interval and mine[0] > lead.interval[1]):
+                return lead.candidate
+        return None
+
+    def ties(self, candidate: Candidate) -> bool:
+        """Return whether no layout is ahead of a candidate; where times rank nothing, none is."""
+        return self.ahead_of(candidate) is None
+
+    @cached_property
+    def ranked(self) -> bool:
+        """Whether times rank these layouts: not those of a mixture of experts while no run of one was measured."""
+        return like_this(self.load, Layout()).unseen < math.inf
+
+    @cached_property
+    def best(self) -> Candidate:
+        """The first choice: of the tie what was judged, without cp, the simplest of this, and of those the one with most room.
+
+        Raises:
+            ValueError: If nothing fits; it names the layout that comes nearest.
+        """
+        found = self.tie[0] if self.tie else next(self._simplest(), None)
+        if found is None:
+            raise ValueError(nothing_fits(self))
+        return found
+
+    def listed(self, top: int) -> list[Candidate]:
+        """Return the first choice, then the fastest layouts of other (tp, cp, pp, dp); unless ranked, the simplest ones."""
+        if not self.ranked:
+            return list(islice(self._simplest(), top))
+        others = [one for one in self.distinct(top) if one.layout.shape != self.best.layout.shape]
+        return [self.best, *others][:top]
+
+    def _simplest(self) -> Iterator[Candidate]:
+        """Yield the fastest layout of every set of axes: the simplest first, and of those as simple the one with most room."""
+        axes = sorted({partition.layout.axes for partition in self.candidates.partitions}, key=_simplicity)
+        for _, group in groupby(axes, _simplicity):
+            wanted, found = set(group), []
+            for candidate in self.candidates.walk(lambda layout, wanted=wanted: layout.axes in wanted):
+                wanted.remove(candidate.layout.axes)
+                found.append(candidate)
+                if not wanted:
+                    break
+            yield from sorted(found, key=lambda one: one.total_memory)
 
     def distinct(self, top: int | None = None) -> list[Candidate]:
         """Return the fastest layout of every (tp, cp, pp, dp), fastest first."""
