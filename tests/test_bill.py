@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lablib.calc.layouts.planner import FRAMEWORKS, MEASURED_RUNS, counted_flops, plan
+from lablib.calc.memory import RESERVE
 from lablib.calc.params import count_params
 from lablib.calc.runs import LLAMA3_FAILURES, Bill, plan_bill
 from lablib.calc.runs.bill import STORAGE, step_interval
@@ -43,7 +44,7 @@ def test_llama_3_405b_took_the_hours_of_its_model_card():
 def test_the_predicted_bill_of_llama_s_layout_brackets_what_was_paid():
     published = {"tp": 8, "cp": 1, "pp": 16, "dp": 128, "zero": 2, "virtual_stages": 8, "recompute": "none"}
     framework = replace(FRAMEWORKS["paper"], attention="transformer-engine")
-    found = plan("llama-3.1-405b", gpus=16384, seq=8192, global_batch=2048, framework=framework, **published)
+    found = plan("llama-3.1-405b", gpus=16384, seq=8192, global_batch=2048, framework=framework, reserve=RESERVE, **published)
     low, _, high = plan_bill(found, tokens=15.6e12).gpu_hours
     assert low < LLAMA_405B_HOURS < high
 

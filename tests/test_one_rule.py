@@ -7,7 +7,7 @@ import pytest
 from lablib.calc.layouts.fit import setup
 from lablib.calc.layouts.fit.settings import step_seconds
 from lablib.calc.layouts.planner import FIELDS, Plan, layout_peak, plan, step_time
-from lablib.calc.memory import run_config, verdict
+from lablib.calc.memory import RESERVE, run_config, verdict
 from lablib.calc.memory.timeline import memory_peak
 
 MODELS = ("llama-3-8b", "llama-3.2-1b", "qwen2.5-0.5b", "gpt2", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b")
@@ -64,7 +64,7 @@ def planned(job: dict) -> Plan:
         job["model"], gpus=gpus_of(job), gpu=GPU, gpus_per_node=gpus_of(job), seq=job["seq"],
         global_batch=job["dp"] * job["micro_batch"] * job["num_microbatches"], cp_way=job["cp_way"],
         imbalance=job["imbalance"], sequence_parallel=job["sequence_parallel"], optimizer=job["optimizer"],
-        offload=job["offload"], tuning=job["tuning"], **{name: job[name] for name in FIELDS},
+        offload=job["offload"], tuning=job["tuning"], reserve=RESERVE, **{name: job[name] for name in FIELDS},
     )  # fmt: skip
 
 

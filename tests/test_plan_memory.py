@@ -75,7 +75,7 @@ def test_a_peak_that_nobody_judged_leaves_more_than_the_reserve() -> None:
     job = {"gpus": 1024, "gpu": "a100", "seq": 2048, "global_batch": 1536}
     found, given = plan("gpt3-175b", **job), plan("gpt3-175b", reserve=RESERVE, **job)
     assert found.capacity == given.capacity
-    tight = given.best.total_memory
+    tight = given.fastest.total_memory
     assert tight <= given.capacity < tight + UNPROVEN_SHARE * tight
     for candidate in found.distinct(8):
         assert candidate.peak.unproven == unproven(counted_run(found.load, candidate.layout, found.counting)) != ()

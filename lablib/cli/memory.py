@@ -69,6 +69,7 @@ def _option(name: str, optional: bool) -> inspect.Parameter:
         "seq": str,
         "num_microbatches": int,
         "etp": int,
+        "shard": int,
         "prefetch": int,
         "dropout": float,
         "layers_per_stage": str,

@@ -243,7 +243,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     from lablib.calc.memory import MEANING, UNPROVEN_SHARE
 
     load, machine = result.load, result.cluster
-    dropped, first, usable = sum(result.dropped_by.values()), result.best, machine.gpu.usable_bytes
+    first, usable = result.best, machine.gpu.usable_bytes
     how = f", {load.training}" if load.training.as_dict() else ""
     mark = "; a peak with ? is unproven" if first.peak.unproven else ""
     mark += f", and leaves {UNPROVEN_SHARE:.1%} of itself free too" if first.peak.spare else ""
@@ -254,17 +254,16 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
             80,
         ),
         *parameters_line(load.model),
-        f"{result.valid:,} valid layouts, {dropped:,} cannot fit; times are predicted",
         *textwrap.wrap(
-            f"GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
+            f"Times are predicted. GB: the memory calculator's peak, implementation {result.counting.implementation}, dtypes "
             f"{load.dtypes}{how}; all of these fit into {result.capacity / 1e9:.1f} GB, the {usable / 1e9:.1f} that "
             f"CUDA gives less {(usable - result.capacity) / 1e9:.1f} kept free{mark}",
             80,
         ),
         *(
             line
-            for reason, count in result.left_out.items()
-            for line in textwrap.wrap(f"Not listed: {count:,} layouts, {reason}", 80, break_long_words=False)
+            for reason in result.left_out
+            for line in textwrap.wrap(f"Not listed: {reason}", 80, break_long_words=False)
         ),
         *(line for what in result.counting.not_counted for line in textwrap.wrap(f"Not counted: {what}", 80)),
         *textwrap.wrap(machine.links_text(), 80, break_on_hyphens=False),
@@ -274,7 +273,7 @@ def plan_table(result: Plan, *, top: int, why: Sequence[str] = ()) -> str:
     ]
     for number, candidate in enumerate(result.listed(top)):
         layout = candidate.layout
-        tie = "~" if number and result.ranked and result.ties(candidate) else " "
+        tie = "~" if number and result.ties(candidate) else " "
         folded = f" etp={layout.etp}" if layout.etp is not None else ""
         chunks = f"v={layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule
         lines.append(

@@ -33,7 +33,6 @@ START = Fitted(
     attention=dict.fromkeys(FITTED.attention, 0.4) | {key: FITTED.attention[key] for key in FITTED.published},
     memory=dict.fromkeys(FITTED.memory, 0.7),
     fp8=dict.fromkeys(FITTED.fp8, 0.85),
-    wide=0.05,
     overlap=0.4,
     product=30e-6,
     layer=1e-3,

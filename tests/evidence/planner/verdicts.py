@@ -30,7 +30,7 @@ from tests.evidence.planner.fitting import START, Row, fit_rates
 Ratios = Sequence[tuple[Run, float]]
 
 #: Each term of the time model, and what removes it: a field of `Fitted`, and the value at which it costs nothing.
-TERMS = {"overlap": 0.0, "product": 0.0, "wide": 0.0, "layer": 0.0, "step": 0.0, "memory": 1.0}
+TERMS = {"overlap": 0.0, "product": 0.0, "layer": 0.0, "step": 0.0, "memory": 1.0}
 
 
 @dataclass(frozen=True)

@@ -379,12 +379,14 @@ class Likeness:
         usual: Median error of all runs of the same GPUs, or of all GPUs if those have none; infinite where no mixture of
             experts was measured, and this is one.
         unseen: The error that nine in ten of these stayed below.
+        sources: How many papers or teams measured them.
     """
 
     ratios: tuple[float, ...]
     what: str
     usual: float = math.inf
     unseen: float = math.inf
+    sources: int = 0
 
     @property
     def median(self) -> float | None:
@@ -418,12 +420,12 @@ class Likeness:
     def interval(self, step: float) -> tuple[float, float] | None:
         """Return from how many to how many seconds a step may take that is predicted to take `step`; None without runs.
 
-        It is as wide as what the runs took, and by `usual` wider at both ends if they are fewer than `MIN_ROWS`: a few runs
-        of one team are near each other.
+        It is as wide as what the runs took, and by `usual` wider at both ends if they are fewer than `MIN_ROWS` or of one
+        source: a few runs, and those of one team, are near each other.
         """
         if not self.ratios:
             return None
-        more = self.usual if len(self.ratios) < MIN_ROWS else 0.0
+        more = self.usual if self._narrow else 0.0
         return step * self.took[0] * (1 - more), step * self.took[1] * (1 + more)
 
     def between(self, step: float) -> str:
@@ -431,8 +433,13 @@ class Likeness:
         if not self.ratios:
             return self.sentence
         low, high = self.interval(step)
-        few = f"; these are few, so {self.usual:.0%} more at both ends" if len(self.ratios) < MIN_ROWS else ""
-        return f"{low:.3g} to {high:.3g} s: {self.sentence}{few}"
+        more = f"; these are {self._narrow}, so {self.usual:.0%} more at both ends" if self._narrow else ""
+        return f"{low:.3g} to {high:.3g} s: {self.sentence}{more}"
+
+    @property
+    def _narrow(self) -> str:
+        """Why the runs are nearer each other than another like them would be."""
+        return "few" if len(self.ratios) < MIN_ROWS else "of one source" if self.sources == 1 else ""
 
     @property
     def sentence(self) -> str:
@@ -460,7 +467,8 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
     """Return the measured runs like a layout of a job: nearest in GPUs, parameters and tokens, and alike in all else.
 
     Alike are the generation of GPUs, the dtype of products (16 bits are one), whether there are experts, which of tp, cp,
-    pp and ep are above 1, how cp attends, and whether weights are gathered for every use (ZeRO-3).
+    pp and ep are above 1, how cp attends, and whether weights are gathered for every use (ZeRO-3). A run with a smaller cp
+    is not like one with a larger: a ring merges once for each of its ranks.
     """
     gpu, axes, sparse = load.cluster.gpu, layout.axes, load.model.is_moe
     card = CARDS.get(gpu.generation, gpu.name)
@@ -477,7 +485,10 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         (lambda row: row["precision"] == precision, f"is in {precision}"),
         (lambda row: row["card"] == gpu.generation, f"is on {card}"),
         (lambda row: _axes(row) == axes, f"on {card} has {named}"),
-        (lambda row: "cp" not in axes or row["cp_way"] == load.cp_way, f"on {card} has {named}"),
+        (
+            lambda row: "cp" not in axes or (row["cp_way"] == load.cp_way and row["cp"] >= layout.cp),
+            f"on {card} has {named}, cp of {layout.cp} or more",
+        ),
         (lambda row: row["gathers"] == (layout.zero == 3), f"on {card} has {named}, {way}"),
     ):
         rows = [row for row in rows if alike(row)]
@@ -497,7 +508,8 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         _extent(found, "billions", lambda n: format_count(n * 1e9)),
         _extent(found, "seq", lambda n: f"{n:,}") + " tokens",
     ]
-    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what), *known)
+    sources = {row["source"] for row in found}
+    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what), *known, len(sources))
 
 
 def _axes(row: dict) -> tuple[str, ...]:

@@ -57,16 +57,10 @@ def plan_reasons(result: Plan) -> list[str]:
 
 def why_first(result: Plan) -> str:
     """Return in words what a tie is in this plan, and why the first layout is first."""
-    order = "fewest of tp, cp, pp and ep above 1"
-    if not result.ranked:
-        return (
-            f"Not ranked by time, for no mixture of experts was measured: the fastest layout of every set of axes, {order} "
-            "first, then most room (GB)."
-        )
     best, fastest = result.best, result.fastest
     text = (
         "Layouts marked ~ tie with the first: no layout is ahead of them by more than the error of measured runs like it. Of a "
-        f"tie the first is one that runs are like, without cp if that can be, with the {order}, then with most room (GB)"
+        "tie the first is one that runs are like, then of the least cp, with the fewest of tp, cp, pp and ep above 1, then with most room (GB)"
     )
     if fastest.layout == best.layout:
         return f"{text}; here it is the fastest, too."
@@ -101,7 +95,7 @@ def _other(result: Plan, field: str) -> str | None:
 
 
 def _dropped(result: Plan) -> list[str]:
-    lines = [f"{count:,} layouts are not counted: {reason}." for reason, count in result.left_out.items()]
+    lines = [f"Not counted: {reason}." for reason in result.left_out]
     total = sum(result.dropped_by.values())
     if not total:
         return [*lines, f"All {result.valid:,} valid layouts could fit."]

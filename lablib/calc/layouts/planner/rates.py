@@ -75,7 +75,6 @@ class Rates:
     Attributes:
         matmul: Share of the rate of large matrix products.
         fp8: The same of products in FP8 or MXFP8, of FP8's rate; None where no run says.
-        wide: Part of a product's time that each doubling of the stream's width beyond `WIDE` saves.
         attention: Share of the GPU's peak that fused attention reaches, counting the unmasked half of the scores.
         memory: Share of the memory's bandwidth that kernels between the products reach.
         overlap: Seconds that a second of hidden communication still costs: both want the same multiprocessors.
@@ -86,7 +85,6 @@ class Rates:
 
     matmul: float = 1.0
     fp8: float | None = 1.0
-    wide: float = 0.0
     attention: float = 1.0
     memory: float = 1.0
     overlap: float = 0.0
@@ -110,7 +108,6 @@ class Fitted:
     published = (("a100", "flash-2"), ("h100", "flash-2"))
     matmul: dict[str, float]
     fp8: dict[tuple[str, str], float]
-    wide: float
     attention: dict[tuple[str, str], float]
     memory: dict[str, float]
     overlap: float
@@ -128,7 +125,6 @@ class Fitted:
         return Rates(
             matmul=self.matmul[name],
             fp8=self.fp8.get((name, precision)),
-            wide=self.wide,
             attention=measured.get(framework.attention, max(measured.values())),
             memory=self.memory[framework.kernels],
             overlap=self.overlap,
@@ -142,20 +138,19 @@ class Fitted:
 #: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
 #: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
 FITTED = Fitted(
-    matmul={"a100": 0.8166, "h100": 0.8836, "b200": 0.5560},
-    fp8={("h100", "fp8"): 0.9388, ("b200", "fp8"): 0.7916, ("b200", "mxfp8"): 0.8110},
-    wide=0.03692,
+    matmul={"a100": 0.8571, "h100": 0.9300, "b200": 0.5879},
+    fp8={("h100", "fp8"): 0.9544, ("b200", "fp8"): 0.7928, ("b200", "mxfp8"): 0.8140},
     attention={
         ("a100", "flash-2"): 0.58,
         ("h100", "flash-2"): 0.30,
-        ("a100", "triton"): 0.3308,
-        ("h100", "triton"): 0.1755,
-        ("h100", "transformer-engine"): 0.4956,
-        ("b200", "transformer-engine"): 0.4089,
+        ("a100", "triton"): 0.3275,
+        ("h100", "triton"): 0.1735,
+        ("h100", "transformer-engine"): 0.4799,
+        ("b200", "transformer-engine"): 0.4094,
     },
-    memory={"fused": 0.9044, "eager": 0.7531},
-    overlap=0.6328,
-    product=47.45e-6,
-    layer=930.5e-6,
-    step=10.63e-3,
+    memory={"fused": 0.8619, "eager": 0.6881},
+    overlap=0.6192,
+    product=47.18e-6,
+    layer=929.9e-6,
+    step=10.84e-3,
 )

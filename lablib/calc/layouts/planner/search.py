@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import groupby, islice
+from itertools import islice
 from math import gcd
 from os import PathLike
 
@@ -39,7 +39,7 @@ from lablib.calc.layouts.planner.calibration import Likeness, like_this
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
-from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, generation
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.time import Workload, host_seconds, product_peak, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
@@ -109,36 +109,44 @@ class Partition:
 class Candidates(Sequence[Candidate]):
     """Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
 
-    A search may find ten thousand layouts whose sums could fit, and somebody asks for five: a peak is computed when the walk
-    comes to it, and a layout whose peak leaves too little goes back with more recomputation.
+    A search may find a hundred thousand layouts whose sums could fit, and somebody asks for five. So a walk goes over shapes,
+    by seconds that no layout of a shape is below. Where it comes to one, its layouts are found and timed; where it comes to a
+    layout, its peak is computed, and if this leaves too little the layout goes back with more recomputation.
     """
 
-    def __init__(
-        self, load: Workload, counting: Counting, capacity: float, partitions: Sequence[Partition], fitted: Fitted
-    ) -> None:
-        self.load, self.counting, self.capacity, self.partitions = load, counting, capacity, partitions
+    def __init__(self, load: Workload, counting: Counting, capacity: float, search: Search, fitted: Fitted) -> None:
+        self.load, self.counting, self.capacity, self.search = load, counting, capacity, search
         self.rates = load.rates(fitted)
-        self._first = [
-            (self._step(partition.layout), partition.least, number, 0) for number, partition in enumerate(partitions)
-        ]
+        self._first = [(search.least_step(shape, self.rates), -1, shape, 0, 0) for shape in range(len(search.shapes))]
         heapify(self._first)
+        self._timed: dict[int, list[tuple[float, int, int, int, int]]] = {}  # of shapes that a walk came to
         self._peaks: dict[Layout, Peak] = {}  # of layouts that a walk came to
         self._known: list[Candidate] = []
         self._rest = self.walk()
 
     def walk(
-        self, where: Callable[[Layout], bool] | None = None, limit: Callable[[], float] | None = None
+        self,
+        where: Callable[[Layout], bool] | None = None,
+        limit: Callable[[], float] | None = None,
+        among: Callable[[Layout], bool] | None = None,
     ) -> Iterator[Candidate]:
         """Yield the layouts that fit, fastest first.
 
         Args:
             where: Which of them; peaks of others are not computed. It is asked anew each time.
             limit: Seconds of a step beyond which no layout is looked at; asked anew too.
+            among: Which of them, by degrees alone: shapes of which it says no are not looked into. Asked anew too.
         """
         heap = list(self._first)
         while heap and (limit is None or heap[0][0] <= limit()):
-            _, least, number, mode = heappop(heap)
-            partition = self.partitions[number]
+            _, least, shape, number, mode = heappop(heap)
+            if among is not None and not among(self.search.shapes[shape]):
+                continue
+            if least < 0:
+                for entry in self._times(shape):
+                    heappush(heap, entry)
+                continue
+            partition = self.search.partitions(shape)[number]
             layout = partition.at(mode)
             if where is None or where(layout):
                 peak = self._peaks[layout] = layout_peak(self.load, layout, self.counting)
@@ -147,8 +155,17 @@ class Candidates(Sequence[Candidate]):
                     continue
             for again in range(mode + 1, len(partition.recompute_modes)):
                 if where is None or where(partition.at(again)):
-                    heappush(heap, (self._step(partition.at(again)), least, number, again))
+                    heappush(heap, (self._step(partition.at(again)), least, shape, number, again))
                     break
+
+    def _times(self, shape: int) -> list[tuple[float, int, int, int, int]]:
+        """The layouts of a shape as entries of a heap, by seconds of a step and then by what they hold."""
+        if shape not in self._timed:
+            self._timed[shape] = [
+                (self._step(partition.layout), partition.least, shape, number, 0)
+                for number, partition in enumerate(self.search.partitions(shape))
+            ]
+        return self._timed[shape]
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
@@ -219,14 +236,19 @@ class Lead:
     interval: tuple[float, float] | None
 
     @property
-    def preference(self) -> tuple[bool, bool, int, int]:
-        """What is smaller for the layout to take among equals: one that was judged, without cp, of few axes, with most room."""
-        return self.interval is None, *_simplicity(self.candidate.layout.axes), self.candidate.total_memory
+    def preference(self) -> tuple[bool, int, int, int]:
+        """What is smaller for the layout to take among equals: one that was judged, of small cp and few axes, with most room."""
+        return self.interval is None, *_simplicity(self.candidate.layout), self.candidate.total_memory
 
 
-def _simplicity(axes: tuple[str, ...]) -> tuple[bool, int]:
-    """Few axes, and cp last: merging its partial results has a cost that no time here knows."""
-    return "cp" in axes, len(axes)
+def _simplicity(layout: Layout) -> tuple[int, int]:
+    """Few axes, and a small cp before these: how fast a ring is, few runs say, and none of many ranks."""
+    return layout.cp, len(layout.axes)
+
+
+def _kind(layout: Layout) -> tuple[tuple[str, ...], int]:
+    """What tells layouts apart that are not equals: the axes that they use, and cp's ranks."""
+    return layout.axes, layout.cp
 
 
 @dataclass(frozen=True)
@@ -236,7 +258,6 @@ class Plan:
     Attributes:
         capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve.
         candidates: Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
-        found: What the search found before anything was timed.
         fixed: Fields of a layout that were given.
     """
 
@@ -244,8 +265,12 @@ class Plan:
     counting: Counting
     capacity: int
     candidates: Candidates
-    found: SearchResult
     fixed: dict[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def found(self) -> SearchResult:
+        """What is left if every shape is looked into, before anything is timed: for a large job this takes seconds."""
+        return self.candidates.search.all()
 
     @property
     def valid(self) -> int:
@@ -257,10 +282,10 @@ class Plan:
         """How many cannot fit by what they hold at least, by the largest part of that."""
         return dict(self.found.dropped.most_common())
 
-    @property
-    def left_out(self) -> dict[str, int]:
-        """How many divide what they must but are not counted, by the reason."""
-        return _alike(self.found.left_out)
+    @cached_property
+    def left_out(self) -> list[str]:
+        """Why layouts that divide what they must are not counted; one reason stands for all that differ in digits alone."""
+        return _alike(self.candidates.search.reasons())
 
     @cached_property
     def dropped(self) -> tuple[Dropped, ...]:
@@ -289,23 +314,21 @@ class Plan:
 
     @cached_property
     def leads(self) -> tuple[Lead, ...]:
-        """The fastest layout of every set of axes that may be the first choice, fastest first, and how far it is ahead.
-
-        Empty where nothing fits, and where times rank nothing.
-        """
-        found: dict[tuple[str, ...], Lead] = {}
+        """The fastest layout of every set of axes and cp that may be the first choice, fastest first, and how far it is ahead."""
+        found: dict[tuple[tuple[str, ...], int], Lead] = {}
         limits = [math.inf]
-        if self.ranked:
-            for candidate in self.candidates.walk(lambda layout: layout.axes not in found, lambda: limits[-1]):
-                like = self.like(candidate)
-                beyond = candidate.step * (1 + like.error)
-                found[candidate.layout.axes] = Lead(candidate, beyond, like.interval(candidate.step))
-                limits.append(min(limits[-1], beyond))
+        for candidate in self.candidates.walk(
+            limit=lambda: limits[-1], among=lambda layout: _kind(layout) not in found
+        ):
+            like = self.like(candidate)
+            beyond = candidate.step * (1 + like.error)
+            found[_kind(candidate.layout)] = Lead(candidate, beyond, like.interval(candidate.step))
+            limits.append(min(limits[-1], beyond))
         return tuple(found.values())
 
     @cached_property
     def tie(self) -> tuple[Candidate, ...]:
-        """The fastest layout of every set of axes that no other layout is ahead of, in the order of `Lead.preference`."""
+        """The fastest layout of every set of axes and cp that none is ahead of, in the order of `Lead.preference`."""
         tied = (lead for lead in self.leads if self.ties(lead.candidate))
         return tuple(lead.candidate for lead in sorted(tied, key=lambda lead: lead.preference))
 
@@ -322,49 +345,29 @@ class Plan:
         return None
 
     def ties(self, candidate: Candidate) -> bool:
-        """Return whether no layout is ahead of a candidate; where times rank nothing, none is."""
+        """Return whether no layout is ahead of a candidate."""
         return self.ahead_of(candidate) is None
 
     @cached_property
-    def ranked(self) -> bool:
-        """Whether times rank these layouts: not those of a mixture of experts while no run of one was measured."""
-        return like_this(self.load, Layout()).unseen < math.inf
-
-    @cached_property
     def best(self) -> Candidate:
-        """The first choice: of the tie what was judged, without cp, the simplest of this, and of those the one with most room.
+        """The first choice: of the tie what was judged, of the least cp, the simplest of this, and then the one with most room.
 
         Raises:
             ValueError: If nothing fits; it names the layout that comes nearest.
         """
-        found = self.tie[0] if self.tie else next(self._simplest(), None)
-        if found is None:
+        if not self.tie:
             raise ValueError(nothing_fits(self))
-        return found
+        return self.tie[0]
 
     def listed(self, top: int) -> list[Candidate]:
-        """Return the first choice, then the fastest layouts of other (tp, cp, pp, dp); unless ranked, the simplest ones."""
-        if not self.ranked:
-            return list(islice(self._simplest(), top))
+        """Return the first choice, then the fastest layouts of other (tp, cp, pp, dp)."""
         others = [one for one in self.distinct(top) if one.layout.shape != self.best.layout.shape]
         return [self.best, *others][:top]
-
-    def _simplest(self) -> Iterator[Candidate]:
-        """Yield the fastest layout of every set of axes: the simplest first, and of those as simple the one with most room."""
-        axes = sorted({partition.layout.axes for partition in self.candidates.partitions}, key=_simplicity)
-        for _, group in groupby(axes, _simplicity):
-            wanted, found = set(group), []
-            for candidate in self.candidates.walk(lambda layout, wanted=wanted: layout.axes in wanted):
-                wanted.remove(candidate.layout.axes)
-                found.append(candidate)
-                if not wanted:
-                    break
-            yield from sorted(found, key=lambda one: one.total_memory)
 
     def distinct(self, top: int | None = None) -> list[Candidate]:
         """Return the fastest layout of every (tp, cp, pp, dp), fastest first."""
         found: dict[tuple[int, int, int, int], Candidate] = {}
-        for candidate in self.candidates.walk(lambda layout: layout.shape not in found):
+        for candidate in self.candidates.walk(among=lambda layout: layout.shape not in found):
             if len(found) == top:
                 break
             found[candidate.layout.shape] = candidate
@@ -481,10 +484,10 @@ def plan(
     )  # fmt: skip
     host_seconds(load, Layout(dp=gpus))  # a GPU without a link to its CPU is refused here
     capacity = machine.gpu.usable_bytes - reserve
-    found = search(load, fixed, capacity, counting)
-    if not found.valid:
-        raise ValueError(_not_counted(load, found, counting) if found.left_out else _no_layout(load, fixed))
-    return Plan(load, counting, capacity, Candidates(load, counting, capacity, found.partitions, fitted), found, fixed)
+    search = Search(load, fixed, capacity, counting)
+    if not search.any_valid():
+        raise ValueError(_not_counted(load, search, counting) if search.shapes else _no_layout(load, fixed))
+    return Plan(load, counting, capacity, Candidates(load, counting, capacity, search, fitted), fixed)
 
 
 def _refuse_unmodelled(recipe: object, schedule: object) -> None:
@@ -507,22 +510,20 @@ def _check_precision(gpu: Accelerator, precision: str, fitted: Fitted) -> None:
         )
 
 
-def _not_counted(load: Workload, found: SearchResult, counting: Counting) -> str:
-    """Say why no layout is counted: what refuses data parallelism alone, which is the model, or else what is frequent."""
+def _not_counted(load: Workload, search: Search, counting: Counting) -> str:
+    """Say why no layout is counted: what refuses data parallelism alone, which is the model, or else what is found first."""
     alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
     often = Counter(alone).most_common(1)[0][0]
-    reasons = [often] if all(alone) and often in found.left_out else list(_alike(found.left_out))[:3]
-    return f"none of {sum(found.left_out.values()):,} layouts can be counted: " + "; ".join(reasons)
+    found = search.reasons()
+    return "no layout can be counted: " + "; ".join([often] if all(alone) and often in found else _alike(found)[:3])
 
 
-def _alike(reasons: Counter[str]) -> dict[str, int]:
-    """Return reasons with their numbers, most frequent first; one stands for all that differ in digits alone."""
-    found: dict[str, tuple[str, int]] = {}
-    for reason, count in reasons.most_common():
-        like = re.sub(r"\d+", "", reason)
-        text, before = found.get(like, (reason, 0))
-        found[like] = text, before + count
-    return dict(found.values())
+def _alike(reasons: Iterable[str]) -> list[str]:
+    """Return reasons, each once; one stands for all that differ in digits alone."""
+    found: dict[str, str] = {}
+    for reason in reasons:
+        found.setdefault(re.sub(r"\d+", "", reason), reason)
+    return list(found.values())
 
 
 def _check_numbers(fixed: dict[str, object], **numbers: int) -> None:
@@ -545,29 +546,16 @@ class SearchResult:
     """The result of a search, before it is timed.
 
     Attributes:
-        partitions: Layouts that could fit by what they hold at least.
+        partitions: Layouts that could fit by what they hold at least, by the number of their shape.
         least: For every (tp, cp, pp, dp) of which none could, the layout that holds least, and its bytes.
         valid: Layouts that divide what they must.
         dropped: How many of them cannot fit, by the largest part of what they hold at least.
-        left_out: How many more nobody counts, by the reason.
     """
 
-    partitions: list[Partition] = field(default_factory=list)
+    partitions: dict[int, list[Partition]] = field(default_factory=dict)
     least: dict[tuple[int, int, int, int], tuple[int, Layout]] = field(default_factory=dict)
     valid: int = 0
     dropped: Counter = field(default_factory=Counter)
-    left_out: Counter = field(default_factory=Counter)
-
-
-def search(load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> SearchResult:
-    """Return every layout that could fit, and why the others do not."""
-    one = _Search(load, fixed, capacity, counting)
-    for shape in shapes(load, fixed):
-        one.add(shape)
-    found = one.found
-    could = {partition.layout.shape for partition in found.partitions}
-    found.least = {key: value for key, value in found.least.items() if key not in could}
-    return found
 
 
 def shapes(load: Workload, fixed: dict[str, object]) -> Iterator[Layout]:
@@ -618,36 +606,81 @@ def divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-class _Search:
-    """Adds shape after shape to what was found."""
+class Search:
+    """Every layout that could fit, and why the others do not, of one shape after another as they are asked for."""
 
     def __init__(self, load: Workload, fixed: dict[str, object], capacity: float, counting: Counting) -> None:
         self.load, self.fixed, self.capacity, self.counting = load, fixed, capacity, counting
-        self.found = SearchResult()
+        self.shapes = list(shapes(load, fixed))
+        self.modes = list(_options(fixed, "recompute", RECOMPUTE))
+        self._found = SearchResult()
         self._known: dict[tuple, dict[tuple[Sharding, str], str]] = {}  # refusals of layouts that are alike
 
-    def add(self, shape: Layout) -> None:
+    def partitions(self, shape: int) -> list[Partition]:
+        """Return the layouts of a shape, by its number, that could fit."""
+        if shape not in self._found.partitions:
+            self._found.partitions[shape] = []
+            self._add(shape)
+        return self._found.partitions[shape]
+
+    def all(self) -> SearchResult:
+        """Return what is found in every shape."""
+        could = {self.shapes[shape].shape for shape in range(len(self.shapes)) if self.partitions(shape)}
+        self._found.least = {key: value for key, value in self._found.least.items() if key not in could}
+        return self._found
+
+    def any_valid(self) -> bool:
+        """Return whether some layout divides what it must and is counted."""
+        return any(self.partitions(shape) or self._found.valid for shape in range(len(self.shapes)))
+
+    def least_step(self, shape: int, rates: Rates) -> float:
+        """Return seconds that no layout of a shape is below; of its micro-batches the largest needs least."""
+        layout = self.shapes[shape]
+        sizes = list(self._micro_batches(layout))
+        return (
+            self.load.least_step(replace(layout, micro_batch=max(sizes), recompute=self.modes[0]), rates)
+            if sizes
+            else 0.0
+        )
+
+    def reasons(self) -> list[str]:
+        """Return why layouts are not counted; it depends on which degrees are above one, and not on micro-batches."""
+        found: dict[str, None] = {}
+        for shape in self.shapes:
+            for schedule in _options(self.fixed, "schedule", ("1f1b", "interleaved") if shape.pp > 1 else ("1f1b",)):
+                chunks = 2 if schedule == "interleaved" else 1
+                layout = replace(shape, schedule=schedule, virtual_stages=chunks)
+                found |= dict.fromkeys(filter(None, self._refusals(layout, self._stages(shape)).values()))
+        return list(found)
+
+    def _micro_batches(self, shape: Layout) -> Iterator[int]:
+        replica = self.load.global_batch // shape.dp
+        for micro_batch in _options(self.fixed, "micro_batch", divisors(replica)):
+            if replica % micro_batch == 0 and (micro_batch <= MAX_MICRO_BATCH or "micro_batch" in self.fixed):
+                yield micro_batch
+
+    def _stages(self, shape: Layout) -> list[Sharding]:
+        """ZeRO stages, and over how many ranks each shards."""
+        zeros = _options(self.fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros)
+        return [(zero, shard) for zero in zeros for shard in _shards(self.load, shape, zero, self.fixed)]
+
+    def _add(self, number: int) -> None:
         """Add what a shape allows."""
-        load, fixed = self.load, self.fixed
-        replica = load.global_batch // shape.dp
-        zeros = _options(fixed, "zero", (0,) if shape.dp * shape.cp == 1 else self.counting.zeros)
-        stages = [(zero, shard) for zero in zeros for shard in _shards(load, shape, zero, fixed)]
-        modes = list(_options(fixed, "recompute", RECOMPUTE))
-        for micro_batch in _options(fixed, "micro_batch", divisors(replica)):
-            if replica % micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in fixed):
-                continue
-            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, fixed):
+        load, shape = self.load, self.shapes[number]
+        stages, replica = self._stages(shape), load.global_batch // shape.dp
+        for micro_batch in self._micro_batches(shape):
+            for schedule, chunks in _schedules(load, shape.pp, replica // micro_batch, self.fixed):
                 layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-                refused = self._refusals(layout, stages, modes)
-                counted = [mode for mode in modes if not all(refused[stage, mode] for stage in stages)]
+                refused = self._refusals(layout, stages)
+                counted = [mode for mode in self.modes if not all(refused[stage, mode] for stage in stages)]
                 kept = {mode: activation_memory(load, layout, mode, self.counting.implementation) for mode in counted}
                 for stage in stages:
                     here = [mode for mode in counted if not refused[stage, mode]]
                     if here:
-                        self._add_stage(replace(layout, zero=stage[0], shard=stage[1]), here, kept)
+                        self._add_stage(number, replace(layout, zero=stage[0], shard=stage[1]), here, kept)
 
-    def _refusals(self, layout: Layout, stages: list[Sharding], modes: list[str]) -> dict[tuple[Sharding, str], str]:
-        """Return why a layout is not counted, by sharding and recomputation, and count the reasons."""
+    def _refusals(self, layout: Layout, stages: list[Sharding]) -> dict[tuple[Sharding, str], str]:
+        """Return why a layout is not counted, by sharding and recomputation."""
         like = tuple(n > 1 for n in layout.shape), layout.ep > 1, layout.etp, layout.schedule, *stages
         if like not in self._known:
             self._known[like] = {
@@ -655,20 +688,17 @@ class _Search:
                     self.load, replace(layout, zero=stage[0], shard=stage[1], recompute=mode), self.counting
                 )
                 for stage in stages
-                for mode in modes
+                for mode in self.modes
             }
-        refused = self._known[like]
-        if any(refused.values()):
-            self.found.left_out.update(filter(None, refused.values()))
-        return refused
+        return self._known[like]
 
-    def _add_stage(self, layout: Layout, modes: list[str], kept: dict[str, list[int]]) -> None:
+    def _add_stage(self, number: int, layout: Layout, modes: list[str], kept: dict[str, list[int]]) -> None:
         """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
         A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
         micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
         """
-        found = self.found
+        found = self._found
         terms = ["weights", "optimizer"]
         if layout.num_microbatches(self.load.global_batch) > 1 and layout.schedule != "gpipe":
             terms.append("gradients")
@@ -691,7 +721,7 @@ class _Search:
                 found.least[layout.shape] = least, replace(layout, recompute=mode)
         if could:
             (first, least), modes = could[0], tuple(mode for mode, _ in could)
-            found.partitions.append(Partition(replace(layout, recompute=first), modes, least))
+            found.partitions[number].append(Partition(replace(layout, recompute=first), modes, least))
 
 
 def _shards(load: Workload, shape: Layout, zero: int, fixed: dict[str, object]) -> Iterator[int | None]:
@@ -739,8 +769,8 @@ def _would_fit(result: Plan) -> list[str]:
         if name in chosen.as_dict() or (name == "offload" and result.cluster.gpu.host is None):
             continue
         load = replace(result.load, training=replace(chosen, **{name: value}), cache={})
-        partitions = search(load, result.fixed, result.capacity, result.counting).partitions
-        if Candidates(load, result.counting, result.capacity, partitions, FITTED):
+        search = Search(load, result.fixed, result.capacity, result.counting)
+        if Candidates(load, result.counting, result.capacity, search, FITTED):
             found.append(f"--{name} {value}")
     return found
 

@@ -37,7 +37,6 @@ from lablib.calc.schedules import stage_layers
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
 MERGE_BYTES = 10  # of a value that a ring adds: the part is read in 2 bytes, the sum read and written in 4
-WIDE = 4096  # width of the stream beyond which products reach a larger share of the peak
 CAST_BYTES = {"fp8": 3, "mxfp8": 4}  # a value is read in bf16 and written in FP8; MXFP8 writes rows and columns
 
 
@@ -47,7 +46,6 @@ class Work(NamedTuple):
     Attributes:
         matmul: Seconds of matrix products at the rate that large ones reach.
         fp8: Seconds of those that run in FP8, at FP8's rate.
-        wider: Seconds of `matmul` times log2 of the stream's width over `WIDE`, where it is wider.
         attention: Seconds of fused attention at the peak.
         memory: Seconds of kernels that are limited by memory.
         tp: Seconds of tensor-parallel collectives at the rate of the link; cp and ep likewise.
@@ -58,7 +56,6 @@ class Work(NamedTuple):
 
     matmul: float = 0.0
     fp8: float = 0.0
-    wider: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     tp: float = 0.0
@@ -144,7 +141,7 @@ def layer_work(
     matrices = Work(
         memory=_operand_bytes(model, batch, experts) * tokens / hbm,
         products=_products(model, experts, model.num_experts // layout.ep if experts else 0),
-        **_product_seconds(model, cluster, batch, dense),
+        **_product_seconds(cluster, batch, dense),
     )
     between = Work(memory=flat * tokens / hbm)
     # Two all-reduces, as gathers and scatters; behind a router only shared experts take part in the second.
@@ -198,13 +195,12 @@ def _products(model: ModelConfig, experts: bool, held: int) -> int:
     return 2 + (3 if model.is_mla else 0) + mlp
 
 
-def _product_seconds(model: ModelConfig, cluster: Cluster, batch: MicroBatch, flops: float) -> dict[str, float]:
+def _product_seconds(cluster: Cluster, batch: MicroBatch, flops: float) -> dict[str, float]:
     """Seconds of a layer's products by the fields of `Work`."""
-    share = cluster.achievable
+    gpu, share = cluster.gpu, cluster.achievable
     if batch.precision:
-        return {"fp8": flops / (cluster.gpu.peak("fp8") * share)}
-    seconds = flops / (product_peak(cluster.gpu, batch.value) * share)
-    return {"matmul": seconds, "wider": seconds * max(0.0, log2(model.hidden / WIDE))}
+        return {"fp8": flops / (gpu.peak("fp8") * share)}
+    return {"matmul": flops / (product_peak(gpu, batch.value) * share)}
 
 
 def product_peak(gpu: Accelerator, value: int) -> float:
@@ -373,7 +369,7 @@ def pass_seconds(
     host_waits: bool = True,
 ) -> dict[str, float]:
     """Return the seconds of a forward or backward pass by part."""
-    products = (work.matmul - rates.wide * work.wider) / rates.matmul
+    products = work.matmul / rates.matmul
     if work.fp8:
         products += work.fp8 / rates.fp8
     seconds = {
@@ -565,8 +561,7 @@ class Workload:
     @cached_by("pp", "virtual_stages")
     def chunks(self, layout: Layout) -> list[list[tuple[int, int]]]:
         """Return (dense layers, layers with experts) of every chunk of every stage; dense ones are the model's first."""
-        model = self.model
-        dense = model.num_dense_layers if model.is_moe else model.num_layers
+        model, dense = self.model, self.layers[0]
         stages = stage_layers(model.num_layers, layout.pp, layout.virtual_stages)
         return [
             [(len(range(c.start, min(c.stop, dense))), len(range(max(c.start, dense), c.stop))) for c in stage]
@@ -618,6 +613,33 @@ class Workload:
             ep_hides=self.framework.ep_hides,
             host_waits=not self.framework.graphs,
         )
+
+    def least_step(self, layout: Layout, rates: Rates) -> float:
+        """Return seconds that no step of a layout is below, however its layers are staged and its states sharded.
+
+        It is the mean stage's computing, and of what it sends the share that nothing hides; the slowest takes no less.
+        """
+        dense, sparse = self.layers
+        how, part = self.framework, 1 - rates.overlap
+        first, last, _ = self.passes(layout)
+        total = 0.0
+        for layers, layer in ((dense, first), (sparse, last)):
+            for work in (layer.forward, layer.backward) if layers else ():
+                seconds = pass_seconds(work, rates, host_waits=False)
+                hidden = (
+                    how.tp_hides * seconds["tp"],
+                    (self.cp_way == "ring") * seconds["cp"],
+                    how.ep_hides * seconds["ep"],
+                )
+                total += layers * (sum(seconds.values()) - part * sum(hidden))
+        return layout.num_microbatches(self.global_batch) * total / layout.pp
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Layers without and with experts."""
+        layers, model = self.model.num_layers, self.model
+        dense = model.num_dense_layers if model.is_moe else layers
+        return dense, layers - dense
 
     @cached_by("pp", "virtual_stages")
     def _alike_stages(self, layout: Layout) -> tuple[tuple[tuple[int, int, bool], int], ...]:
