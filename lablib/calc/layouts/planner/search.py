@@ -486,7 +486,7 @@ def plan(
     capacity = machine.gpu.usable_bytes - reserve
     search = Search(load, fixed, capacity, counting)
     if not search.any_valid():
-        raise ValueError(_not_counted(load, search, counting) if search.shapes else _no_layout(load, fixed))
+        raise ValueError(_not_counted(load, search, counting) if search.reasons() else _no_layout(load, fixed))
     return Plan(load, counting, capacity, Candidates(load, counting, capacity, search, fitted), fixed)
 
 
@@ -515,7 +515,7 @@ def _not_counted(load: Workload, search: Search, counting: Counting) -> str:
     alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
     often = Counter(alone).most_common(1)[0][0]
     found = search.reasons()
-    return "no layout can be counted: " + "; ".join([often] if all(alone) and often in found else _alike(found)[:3])
+    return "none of the layouts can be counted: " + "; ".join([often] if all(alone) and often in found else _alike(found)[:3])
 
 
 def _alike(reasons: Iterable[str]) -> list[str]:
