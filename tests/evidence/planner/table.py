@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, workload_of_run
+from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, calibration, workload_of_run
 from lablib.calc.params import count_params
-from tests.evidence.planner.fitting import MOST, as_point, fit_rates, judge, rows_of
+from tests.evidence.planner.fitting import MOST, NEAR, TIE, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, read_rows
 from tests.evidence.planner.verdicts import (
     card,
@@ -48,6 +48,8 @@ def planner_table() -> dict[str, Any]:
     shipped = list(zip(runs, (row["seen"] for row in kept), strict=True))
     return {
         "most": MOST,
+        "near": NEAR,
+        "tie": TIE,
         "sources": {name: {k: v for k, v in asdict(one).items() if k != "name"} for name, one in SOURCES.items()},
         "constants": [[list(map(_text, key)), round(value, 9)] for key, value in as_point(fitted).items()],
         "rows": kept,
@@ -60,8 +62,6 @@ def planner_table() -> dict[str, Any]:
             {"name": one.run.name, "place": one.place, "of": one.of, "slower": one.slower}
             for one in map(place_of_published, MEASURED_RUNS)
         ],
-        "first_choices": first_choices(judged),
-        "first_choices_fitted": first_choices(shipped),
     }
 
 
@@ -117,11 +117,14 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_planner_table(table: dict[str, Any]) -> None:
-    """Write the table and its short form, a row a line."""
+    """Write the table and its short form, a row a line; first choices are told apart by the errors of the new rows."""
+    MEASURED.write_text("[\n" + ",\n".join(json.dumps(row) for row in short_form(table)) + "\n]\n")
+    calibration._rows.cache_clear()
+    for name, column in (("first_choices", "ratio"), ("first_choices_fitted", "seen")):
+        table[name] = first_choices(zip(measured_runs(), (row[column] for row in table["rows"]), strict=True))
     rows = ",\n".join(json.dumps(row) for row in table["rows"])
     rest = json.dumps({name: value for name, value in table.items() if name != "rows"}, indent=1)
     PLANNER_TABLE.write_text(rest.removesuffix("\n}") + ',\n "rows": [\n' + rows + "\n]}\n")
-    MEASURED.write_text("[\n" + ",\n".join(json.dumps(row) for row in short_form(table)) + "\n]\n")
 
 
 def read_planner_table() -> dict[str, Any]:

@@ -16,11 +16,13 @@ from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner import (
     LLAMA3,
     Fitted,
+    Layout,
     Plan,
     Run,
     counted_flops,
     counting_of_run,
     generation,
+    like_this,
     plan,
     workload_of_run,
 )
@@ -111,7 +113,7 @@ def concordance(judged: Ratios) -> dict[str, tuple[float, int]]:
     return {source: (right[source] / count, count) for source, count in pairs.items()}
 
 
-def jobs_of(judged: Ratios) -> dict[tuple, list[tuple[float, float, Run]]]:
+def jobs_of(judged: Iterable[tuple[Run, float]]) -> dict[tuple, list[tuple[float, float, Run]]]:
     """Return measured seconds, predicted seconds and run of each row, by job."""
     jobs = defaultdict(list)
     for run, ratio in judged:
@@ -121,8 +123,11 @@ def jobs_of(judged: Ratios) -> dict[tuple, list[tuple[float, float, Run]]]:
     return jobs
 
 
-def first_choices(judged: Ratios, least: int = 5) -> list[dict[str, object]]:
-    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best."""
+def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[dict[str, object]]:
+    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best.
+
+    "quoted" is the error of runs like the predicted best, as `rung plan` has it: within it two layouts tie.
+    """
     found = []
     for (source, model, _, gpus, seq, batch, _), rows in jobs_of(judged).items():
         layouts = {
@@ -130,9 +135,12 @@ def first_choices(judged: Ratios, least: int = 5) -> list[dict[str, object]]:
         }
         if len(layouts) >= least:
             chosen, best = min(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[0])
+            run = chosen[2]
+            layout = Layout(tp=run.tp, cp=run.cp, pp=run.pp, ep=run.ep, dp=run.dp, zero=run.zero or 0)
             found.append(
                 {"source": source, "model": model, "gpus": gpus, "seq": seq, "global_batch": batch,
-                 "layouts": len(rows), "loses": chosen[0] / best[0] - 1}
+                 "layouts": len(rows), "loses": chosen[0] / best[0] - 1,
+                 "quoted": like_this(workload_of_run(run), layout).error}
             )  # fmt: skip
     return found
 
