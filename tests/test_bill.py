@@ -10,7 +10,7 @@ from lablib.calc.layouts.planner import FRAMEWORKS, MEASURED_RUNS, counted_flops
 from lablib.calc.memory import RESERVE
 from lablib.calc.params import count_params
 from lablib.calc.runs import LLAMA3_FAILURES, Bill, plan_bill
-from lablib.calc.runs.bill import STORAGE, step_interval
+from lablib.calc.runs.bill import STORAGE
 from lablib.cli.main import app
 
 #: Meta's model card (meta-llama/llama-models, models/llama3_1/MODEL_CARD.md): H100 hours of the 405B.
@@ -44,7 +44,9 @@ def test_llama_3_405b_took_the_hours_of_its_model_card():
 def test_the_predicted_bill_of_llama_s_layout_brackets_what_was_paid():
     published = {"tp": 8, "cp": 1, "pp": 16, "dp": 128, "zero": 2, "virtual_stages": 8, "recompute": "none"}
     framework = replace(FRAMEWORKS["paper"], attention="transformer-engine")
-    found = plan("llama-3.1-405b", gpus=16384, seq=8192, global_batch=2048, framework=framework, reserve=RESERVE, **published)
+    found = plan(
+        "llama-3.1-405b", gpus=16384, seq=8192, global_batch=2048, framework=framework, reserve=RESERVE, **published
+    )
     low, _, high = plan_bill(found, tokens=15.6e12).gpu_hours
     assert low < LLAMA_405B_HOURS < high
 
@@ -78,7 +80,7 @@ def test_a_bill_adds_up():
 def test_the_bill_of_a_plan_has_the_interval_of_runs_like_it_and_whole_nodes():
     found = plan("llama-3-8b", **EIGHT_B)
     made = plan_bill(found, tokens=1e12)
-    step, (low, high) = found.best.step, step_interval(found.like(found.best), found.best.step)
+    step, (low, high) = found.best.step, found.like(found.best).interval(found.best.step)
     assert made.step == (min(low, step), step, max(high, step))
     assert made.step[0] < made.step[2]
     # 32 nodes: 5 % are 1.6, so two of 8 GPUs. Weights of 2 bytes, a master copy of 4 and two moments of 4.

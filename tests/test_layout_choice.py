@@ -68,7 +68,9 @@ def test_reasons_speak() -> None:
     assert "no such layout divides 4 sequences" in str(tight.reasons[0])
     slow = choose("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
     assert any("is ahead, " in reason.text for reason in slow.reasons)
-    assert slow.plan.like(slow.candidate).ratios, "what runs are like, though a ring of more ranks is predicted to be faster"
+    assert slow.plan.like(slow.candidate).ratios, (
+        "what runs are like, though a ring of more ranks is predicted to be faster"
+    )
     with pytest.raises(ValueError, match="nothing fits"):
         choose("llama-3.1-405b", gpus=8, seq=8192, global_batch=8)
 

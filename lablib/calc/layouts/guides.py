@@ -160,9 +160,8 @@ def _answer(found: Plan, name: str, own: Candidate, taken: bool) -> Reason:
 
 def _seconds(found: Plan, candidate: Candidate) -> str:
     between = found.like(candidate).interval(candidate.step)
-    return f"{candidate.step:.2f} s" + (
-        f" ({between[0]:.3g} to {between[1]:.3g} s by measured runs)" if between else ""
-    )
+    more = f" ({between[0]:.3g} to {between[1]:.3g} s by measured runs)" if between else ""
+    return f"{candidate.step:.2f} s{more}"
 
 
 def _nothing(found: Plan, name: str) -> Reason:

@@ -6,7 +6,7 @@
 
     days = tokens / tokens of a step · seconds of a step / goodput,    GPU hours = 24 · days · (GPUs + spares)
 
-The interval is that of the step, from measured runs like it. Goodput is rung 11's law at its best interval between
+The interval is that of the step, from measured runs on such GPUs. Goodput is rung 11's law at its best interval between
 checkpoints, with four numbers that belong to a machine and not to a model. Their defaults are published:
 
 - failures: Llama 3's, so many per GPU and hour (arXiv 2407.21783, table 5);
@@ -25,7 +25,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from lablib.calc.flops import require_positive
-from lablib.calc.layouts.planner import Candidate, Likeness, Plan
+from lablib.calc.layouts.planner import Candidate, Plan
 from lablib.calc.params import count_params
 from lablib.calc.runs.failures import LLAMA3_FAILURES, LostTime, best_interval, lost_time
 from lablib.calc.units import GB, format_bytes, format_count, format_time
@@ -200,10 +200,10 @@ def plan_bill(
     # A checkpoint has all states but the gradients.
     kept = recipe.bytes_per_param() - recipe.gradients - recipe.accumulation - recipe.gradient_copy
     like = result.like(one)
-    found = step_interval(like, one.step)
+    low, high = like.interval(one.step) or (one.step, one.step)
     node = min(machine.gpus, machine.gpu.gpus_per_host)
     return Bill(
-        step=(min(found[0], one.step), one.step, max(found[1], one.step)) if found else (one.step,) * 3,
+        step=(min(low, one.step), one.step, max(high, one.step)),
         step_tokens=load.global_batch * load.seq,
         tokens=tokens,
         gpus=machine.gpus,
@@ -212,12 +212,5 @@ def plan_bill(
         checkpoint_bytes=kept * count_params(load.model).total,
         storage=STORAGE * machine.gpus if storage is None else storage,
         restart=restart,
-        like=like.sentence,
+        like=like.between(one.step),
     )
-
-
-def step_interval(like: Likeness, step: float) -> tuple[float, float] | None:
-    """Return the seconds that a step may take by measured runs like it, or None where there is none."""
-    if hasattr(like, "interval"):
-        return like.interval(step)
-    return (step / max(like.ratios), step / min(like.ratios)) if like.ratios else None

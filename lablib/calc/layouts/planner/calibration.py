@@ -366,27 +366,29 @@ CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
 MIN_ROWS = 5
 #: Times fewer or more GPUs, parameters and tokens that a run like another may have: the first that finds `MIN_ROWS`.
 REACHES = (2, 4, 8)
-EDGE = 20  # of so many runs one at each end is outside of the interval, so that nine in ten are inside
+EDGE = 20  # of so many runs one at each end is left out, so that nine in ten are inside
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Measured runs like one, and how wrong predictions of them were.
+    """Measured runs like one, and how wrong predictions of them were, by constants that had not seen their source.
 
     Attributes:
         ratios: Predicted over measured seconds of a step.
         what: What the runs have in common, and their ranges; without runs, what is missing.
-        usual: Median error of all runs of the same GPUs, or of all GPUs if those have none; infinite where no mixture of
-            experts was measured, and this is one.
+        card: The GPUs in words.
+        usual: Median error of all runs on these GPUs, dense or of experts as this one is; on all GPUs if none was measured on
+            these.
         unseen: The error that nine in ten of these stayed below.
-        sources: How many papers or teams measured them.
+        known: Whether any run on these GPUs was measured.
     """
 
     ratios: tuple[float, ...]
     what: str
-    usual: float = math.inf
-    unseen: float = math.inf
-    sources: int = 0
+    card: str
+    usual: float
+    unseen: float
+    known: bool
 
     @property
     def median(self) -> float | None:
@@ -408,48 +410,40 @@ class Likeness:
 
     @property
     def took(self) -> tuple[float, float] | None:
-        """Least and most that the runs took, over what was predicted; None without runs.
-
-        These are all runs if they are fewer than `EDGE`, of which a twentieth is not one run, and else the middle nine in
-        ten.
-        """
+        """Least and most that the runs took, over what was predicted, of many the middle nine in ten; None without runs."""
         cut = len(self.ratios) // EDGE
         inner = sorted(1 / ratio for ratio in self.ratios)[cut : len(self.ratios) - cut]
         return (inner[0], inner[-1]) if inner else None
 
     def interval(self, step: float) -> tuple[float, float] | None:
-        """Return from how many to how many seconds a step may take that is predicted to take `step`; None without runs.
+        """Return from how many to how many seconds a step may take that is predicted to take `step`; None on other GPUs.
 
-        It is as wide as what the runs took, and by `usual` wider at both ends if they are fewer than `MIN_ROWS` or of one
-        source: a few runs, and those of one team, are near each other.
+        It has what is within `unseen`, and what the runs like it took. These alone are too near each other: they are of a few
+        teams, and whether those of one were faster than predicted says little of another's.
         """
-        if not self.ratios:
+        if not self.known:
             return None
-        more = self.usual if self._narrow else 0.0
-        return step * self.took[0] * (1 - more), step * self.took[1] * (1 + more)
+        ends = (1 / (1 + self.unseen), 1 / (1 - self.unseen), *(self.took or ()))
+        return step * min(ends), step * max(ends)
 
     def between(self, step: float) -> str:
         """Return the interval of a step in words, and what it comes from."""
-        if not self.ratios:
+        if not self.known:
             return self.sentence
         low, high = self.interval(step)
-        more = f"; these are {self._narrow}, so {self.usual:.0%} more at both ends" if self._narrow else ""
-        return f"{low:.3g} to {high:.3g} s: {self.sentence}{more}"
-
-    @property
-    def _narrow(self) -> str:
-        """Why the runs are nearer each other than another like them would be."""
-        return "few" if len(self.ratios) < MIN_ROWS else "of one source" if self.sources == 1 else ""
+        return (
+            f"{low:.3g} to {high:.3g} s. Of runs on {self.card} nine in ten are predicted within {self.unseen:.0%}, by constants "
+            f"that had not seen their source; {self.sentence}"
+        )
 
     @property
     def sentence(self) -> str:
         """The errors in words."""
         if not self.ratios:
             return f"no measured run is like this: {self.what}"
-        runs = plural(len(self.ratios), "measured run")
-        share = f"nine in ten of {runs}" if len(self.ratios) >= EDGE else runs
         times = _range(*(f"{end:.2f}" for end in self.took))
-        return f"{share} like it took {times} times what was predicted, median error {self.median:.0%} ({self.what})"
+        runs = plural(len(self.ratios), "measured run")
+        return f"{runs} like it took {times} times, median error {self.median:.0%} ({self.what})"
 
     def as_dict(self) -> dict[str, object]:
         """Return it as plain numbers: errors as shares, what the runs took over what was predicted, and how many."""
@@ -479,7 +473,10 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
     way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
     rows = list(_rows())
     of_kind = [row for row in rows if row["experts"] == sparse]
-    known = _median_and_ninth([row for row in of_kind if row["card"] == gpu.generation] or of_kind)
+    on_card = [row["ratio"] for row in of_kind if row["card"] == gpu.generation]
+    errors = sorted(abs(ratio - 1) for ratio in on_card or [row["ratio"] for row in of_kind])
+    ninth = errors[math.ceil(0.9 * len(errors)) - 1]
+    known = card, statistics.median(errors), ninth, bool(on_card)
     for alike, missing in (
         (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
         (lambda row: row["precision"] == precision, f"is in {precision}"),
@@ -508,8 +505,7 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         _extent(found, "billions", lambda n: format_count(n * 1e9)),
         _extent(found, "seq", lambda n: f"{n:,}") + " tokens",
     ]
-    sources = {row["source"] for row in found}
-    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what), *known, len(sources))
+    return Likeness(tuple(row["ratio"] for row in found), ", ".join(what), *known)
 
 
 def _axes(row: dict) -> tuple[str, ...]:
@@ -518,12 +514,6 @@ def _axes(row: dict) -> tuple[str, ...]:
 
 def _within(row: dict, mine: dict[str, float], reach: float) -> bool:
     return all(value / reach <= row[name] <= value * reach for name, value in mine.items())
-
-
-def _median_and_ninth(rows: list[dict]) -> tuple[float, float]:
-    """The median error of some rows, and that which nine in ten stay below; infinite without any."""
-    found = sorted(abs(row["ratio"] - 1) for row in rows)
-    return (statistics.median(found), found[math.ceil(0.9 * len(found)) - 1]) if found else (math.inf, math.inf)
 
 
 def _extent(rows: list[dict], name: str, text: Callable[[float], str]) -> str:

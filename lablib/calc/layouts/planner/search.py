@@ -228,17 +228,17 @@ class Lead:
 
     Attributes:
         beyond: Seconds of a predicted step that is behind it.
-        interval: Seconds that its own step may take, as measured runs like it did; None without runs.
+        judged: Whether measured runs are like it.
     """
 
     candidate: Candidate
     beyond: float
-    interval: tuple[float, float] | None
+    judged: bool
 
     @property
     def preference(self) -> tuple[bool, int, int, int]:
         """What is smaller for the layout to take among equals: one that was judged, of small cp and few axes, with most room."""
-        return self.interval is None, *_simplicity(self.candidate.layout), self.candidate.total_memory
+        return not self.judged, *_simplicity(self.candidate.layout), self.candidate.total_memory
 
 
 def _simplicity(layout: Layout) -> tuple[int, int]:
@@ -322,7 +322,7 @@ class Plan:
         ):
             like = self.like(candidate)
             beyond = candidate.step * (1 + like.error)
-            found[_kind(candidate.layout)] = Lead(candidate, beyond, like.interval(candidate.step))
+            found[_kind(candidate.layout)] = Lead(candidate, beyond, bool(like.ratios))
             limits.append(min(limits[-1], beyond))
         return tuple(found.values())
 
@@ -335,14 +335,9 @@ class Plan:
     def ahead_of(self, candidate: Candidate) -> Candidate | None:
         """Return the fastest layout that is ahead of a candidate, or None if the candidate ties.
 
-        A layout is ahead of another that is predicted to be slower by more than the error of measured runs like the first, or
-        whose interval begins where that of the first has ended.
+        A layout is ahead of another that is predicted to be slower by more than the error of measured runs like the first.
         """
-        mine = self.like(candidate).interval(candidate.step)
-        for lead in self.leads:
-            if candidate.step > lead.beyond or (mine and lead.interval and mine[0] > lead.interval[1]):
-                return lead.candidate
-        return None
+        return next((lead.candidate for lead in self.leads if candidate.step > lead.beyond), None)
 
     def ties(self, candidate: Candidate) -> bool:
         """Return whether no layout is ahead of a candidate."""
@@ -515,7 +510,9 @@ def _not_counted(load: Workload, search: Search, counting: Counting) -> str:
     alone = [refusal(load, Layout(dp=load.cluster.gpus, zero=zero), counting) for zero in counting.zeros]
     often = Counter(alone).most_common(1)[0][0]
     found = search.reasons()
-    return "none of the layouts can be counted: " + "; ".join([often] if all(alone) and often in found else _alike(found)[:3])
+    return "none of the layouts can be counted: " + "; ".join(
+        [often] if all(alone) and often in found else _alike(found)[:3]
+    )
 
 
 def _alike(reasons: Iterable[str]) -> list[str]:
