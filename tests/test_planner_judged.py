@@ -356,7 +356,7 @@ def test_an_interval_has_runs_of_all_sources_and_those_like_it() -> None:
     known = {"card": "T4", "usual": 0.1, "unseen": 0.25, "known": True}
     few = Likeness((1.25, 1.25), "two", **known)
     assert (few.interval(10), few.error) == (pytest.approx((8, 10 / 0.75)), 0.25)
-    assert few.between(10).startswith("8 to 13.3 s. Of runs on T4 nine in ten are predicted within 25%, ")
+    assert few.between(10).startswith("8 to 13.3 s. Of such runs on T4 nine in ten are predicted within 25%, ")
     assert Likeness((1.6, 0.5), "two", **known).interval(10) == pytest.approx((6.25, 20))
     assert few.sentence.startswith("2 measured runs like it took 0.80 times, median error 25% ")
     many = Likeness(tuple(1 / (0.5 + k / 99) for k in range(100)), "many", **known)

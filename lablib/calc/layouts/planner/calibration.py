@@ -377,8 +377,8 @@ class Likeness:
         ratios: Predicted over measured seconds of a step.
         what: What the runs have in common, and their ranges; without runs, what is missing.
         card: The GPUs in words.
-        usual: Median error of all runs on these GPUs, dense or of experts as this one is; on all GPUs if none was measured on
-            these.
+        usual: Median error of all runs on these GPUs, in the same dtype, dense or of experts as this one is; on all GPUs if
+            none was measured on these.
         unseen: The error that nine in ten of these stayed below.
         known: Whether any run on these GPUs was measured.
     """
@@ -432,7 +432,7 @@ class Likeness:
             return self.sentence
         low, high = self.interval(step)
         return (
-            f"{low:.3g} to {high:.3g} s. Of runs on {self.card} nine in ten are predicted within {self.unseen:.0%}, by constants "
+            f"{low:.3g} to {high:.3g} s. Of such runs on {self.card} nine in ten are predicted within {self.unseen:.0%}, by constants "
             f"that had not seen their source; {self.sentence}"
         )
 
@@ -472,12 +472,12 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         named = named.replace("cp", f"cp ({load.cp_way})")
     way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
     rows = list(_rows())
-    of_kind = [row for row in rows if row["experts"] == sparse]
-    on_card = [row["ratio"] for row in of_kind if row["card"] == gpu.generation]
-    errors = sorted(abs(ratio - 1) for ratio in on_card or [row["ratio"] for row in of_kind])
-    ninth = errors[math.ceil(0.9 * len(errors)) - 1]
-    known = card, statistics.median(errors), ninth, bool(on_card)
-    for alike, missing in (
+    alike = [row for row in rows if row["experts"] == sparse]
+    alike = [row for row in alike if row["precision"] == precision] or alike
+    on_card = [row for row in alike if row["card"] == gpu.generation]
+    errors = sorted(abs(row["ratio"] - 1) for row in on_card or alike)
+    known = card, statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1], bool(on_card)
+    for suits, missing in (
         (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
         (lambda row: row["precision"] == precision, f"is in {precision}"),
         (lambda row: row["card"] == gpu.generation, f"is on {card}"),
@@ -488,7 +488,7 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
         ),
         (lambda row: row["gathers"] == (layout.zero == 3), f"on {card} has {named}, {way}"),
     ):
-        rows = [row for row in rows if alike(row)]
+        rows = [row for row in rows if suits(row)]
         if not rows:
             return Likeness((), f"none {missing}", *known)
     mine = {"gpus": load.cluster.gpus, "billions": count_params(load.model).total / 1e9, "seq": load.seq}
