@@ -21,15 +21,14 @@ from lablib.calc.layouts.planner import (
     Layout,
     Likeness,
     Workload,
-    calibration,
     cluster,
     generation,
     like_this,
+    measured_rows,
     plan,
     predict_run,
     run_choices,
     step_time,
-    workload_of_run,
 )
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
@@ -39,7 +38,7 @@ from tests.evidence.planner import fitting
 from tests.evidence.planner.fitting import NEAR, START, TIE, Row, as_point, fit_rates, from_point, rows_of
 from tests.evidence.planner.runs import ROWS, SOURCES, is_fitted, measured_runs, read_rows, runs_of
 from tests.evidence.planner.table import PLANNER_TABLE, judge_file, read_planner_table, short_form
-from tests.evidence.planner.verdicts import concordance, errors, first_choices, one_constant, seconds_of
+from tests.evidence.planner.verdicts import concordance, coverage, errors, first_choices, one_constant, seconds_of
 
 
 @pytest.fixture(scope="module")
@@ -367,22 +366,13 @@ def test_an_interval_has_runs_of_all_sources_and_those_like_it() -> None:
     assert (other.interval(10), other.between(10)) == (None, other.sentence)
 
 
-def test_nine_in_ten_runs_of_a_source_that_was_left_out_are_in_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row as if its source were yours: neither the constants nor the runs like it have seen that source.
-
-    The nearest runs alone have fewer than two in three of them, which is why they do not make the interval.
-    """
-    rows, within, near = calibration._rows(), [], []
-    for run, row in zip(measured_runs(), rows, strict=True):
-        others = tuple(other for other in rows if other["source"] != run.paper)
-        monkeypatch.setattr(calibration, "_rows", lambda others=others: others)
-        layout = Layout(tp=run.tp, cp=run.cp, pp=run.pp, ep=run.ep, dp=run.dp, zero=run.zero or 0)
-        like, took = like_this(workload_of_run(run), layout), 1 / row["ratio"]
-        within += [like.interval(1)[0] <= took <= like.interval(1)[1]] if like.known else []
-        near += [like.took[0] <= took <= like.took[1]] if like.ratios else []
+def test_nine_in_ten_runs_of_a_source_that_was_left_out_are_in_their_interval(table: dict) -> None:
+    """The runs like them alone have fewer than half of them, which is why these do not make the interval."""
+    found = coverage(measured_runs())
+    assert found == table["intervals"]
     # The standard error of 1,000 rows is 1 %; rows of one source are alike, so 5 % are left.
-    assert statistics.mean(within) > 0.85
-    assert statistics.mean(near) < 2 / 3
+    assert found["within"] > 0.85
+    assert found["near"] < 1 / 2
 
 
 def test_what_is_further_apart_than_the_error_comes_in_its_predicted_order() -> None:
@@ -414,20 +404,20 @@ def test_dense_runs_are_not_quoted_for_mixtures_of_experts() -> None:
     job = replace(load("deepseek-v3", "h800", 2048, 4096), precision="fp8")
     found = like_this(job, Layout(dp=128, pp=16, ep=64, zero=1))
     assert found.ratios
-    assert set(found.ratios) <= {row["ratio"] for row in calibration._rows() if row["experts"]}
+    assert set(found.ratios) <= {row["ratio"] for row in measured_rows() if row["experts"]}
     assert like_this(job, Layout(dp=128, pp=16, zero=1)).what == "none on H100 and H200 has pp"
 
 
-def test_runs_in_other_dtypes_and_of_experts_are_quoted_for_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = calibration._rows()
+def test_runs_in_other_dtypes_and_of_experts_are_quoted_for_their_own() -> None:
+    rows = measured_rows()
     dense, sparse = load(), load("mixtral-8x7b", "h100", seq=4096)
-    monkeypatch.setattr(calibration, "_rows", lambda: tuple(row | {"precision": "fp8"} for row in rows))
-    assert like_this(dense, Layout(dp=64, zero=3)).what == "none is in bf16"
+    in_fp8 = [row | {"precision": "fp8"} for row in rows]
+    assert like_this(dense, Layout(dp=64, zero=3), in_fp8).what == "none is in bf16"
     more = {"experts": True, "tp": 1, "cp": 1, "pp": 1, "ep": 8, "gathers": False, "seq": 4096, "billions": 46.7}
-    monkeypatch.setattr(calibration, "_rows", lambda: (*rows, *(row | more for row in rows)))
-    found = like_this(sparse, Layout(dp=64, zero=1, ep=8))
+    both = [*rows, *(row | more for row in rows)]
+    found = like_this(sparse, Layout(dp=64, zero=1, ep=8), both)
     assert found.what.startswith("H100 and H200, ep, at most ZeRO-2")
-    assert like_this(sparse, Layout(dp=64, zero=1)).error == found.unseen < math.inf
+    assert like_this(sparse, Layout(dp=64, zero=1), both).error == found.unseen
 
 
 def test_runs_are_called_by_the_cards_that_they_were_measured_on() -> None:

@@ -15,13 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, calibration, workload_of_run
+from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, measured_rows, workload_of_run
 from lablib.calc.params import count_params
 from tests.evidence.planner.fitting import MOST, NEAR, TIE, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, read_rows
 from tests.evidence.planner.verdicts import (
     card,
     concordance,
+    coverage,
     errors,
     first_choices,
     held_out,
@@ -119,9 +120,10 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 def save_planner_table(table: dict[str, Any]) -> None:
     """Write the table and its short form, a row a line; first choices are told apart by the errors of the new rows."""
     MEASURED.write_text("[\n" + ",\n".join(json.dumps(row) for row in short_form(table)) + "\n]\n")
-    calibration._rows.cache_clear()
+    measured_rows.cache_clear()
     for name, column in (("first_choices", "ratio"), ("first_choices_fitted", "seen")):
         table[name] = first_choices(zip(measured_runs(), (row[column] for row in table["rows"]), strict=True))
+    table["intervals"] = coverage(measured_runs())
     rows = ",\n".join(json.dumps(row) for row in table["rows"])
     rest = json.dumps({name: value for name, value in table.items() if name != "rows"}, indent=1)
     PLANNER_TABLE.write_text(rest.removesuffix("\n}") + ',\n "rows": [\n' + rows + "\n]}\n")

@@ -23,6 +23,7 @@ from lablib.calc.layouts.planner import (
     counting_of_run,
     generation,
     like_this,
+    measured_rows,
     plan,
     workload_of_run,
 )
@@ -143,6 +144,24 @@ def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[d
                  "quoted": like_this(workload_of_run(run), layout).error}
             )  # fmt: skip
     return found
+
+
+def coverage(runs: Sequence[Run]) -> dict[str, float]:
+    """Return how many of the runs, in the rows' order, lie in their interval, and how many between the runs like them.
+
+    Every run counts as if its source were yours: neither the constants nor the runs like it have seen that source.
+    """
+    within, near = [], []
+    for run, row in zip(runs, measured_rows(), strict=True):
+        layout = Layout(tp=run.tp, cp=run.cp, pp=run.pp, ep=run.ep, dp=run.dp, zero=run.zero or 0)
+        others = (other for other in measured_rows() if other["source"] != run.paper)
+        like, took = like_this(workload_of_run(run), layout, others), 1 / row["ratio"]
+        if like.known:
+            low, high = like.interval(1)
+            within.append(low <= took <= high)
+        if like.took:
+            near.append(like.took[0] <= took <= like.took[1])
+    return {"within": statistics.mean(within), "near": statistics.mean(near)}
 
 
 def held_out(rows: Sequence[Row], *, folds: int = 5, seed: int = 0) -> list[tuple[Run, float]]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -452,17 +452,21 @@ class Likeness:
 
 
 @cache
-def _rows() -> tuple[dict, ...]:
+def measured_rows() -> tuple[dict, ...]:
+    """Return every measured run by the names of `LIKE_THIS`."""
     text = MEASURED.read_text()
     return tuple(dict(zip(LIKE_THIS, row, strict=True)) for row in json.loads(text))
 
 
-def like_this(load: Workload, layout: Layout) -> Likeness:
+def like_this(load: Workload, layout: Layout, rows: Iterable[dict] | None = None) -> Likeness:
     """Return the measured runs like a layout of a job: nearest in GPUs, parameters and tokens, and alike in all else.
 
     Alike are the generation of GPUs, the dtype of products (16 bits are one), whether there are experts, which of tp, cp,
     pp and ep are above 1, how cp attends, and whether weights are gathered for every use (ZeRO-3). A run with a smaller cp
     is not like one with a larger: a ring merges once for each of its ranks.
+
+    Args:
+        rows: Measured runs, as `measured_rows` has them; None means all.
     """
     gpu, axes, sparse = load.cluster.gpu, layout.axes, load.model.is_moe
     card = CARDS.get(gpu.generation, gpu.name)
@@ -471,7 +475,7 @@ def like_this(load: Workload, layout: Layout) -> Likeness:
     if "cp" in axes:
         named = named.replace("cp", f"cp ({load.cp_way})")
     way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
-    rows = list(_rows())
+    rows = list(measured_rows() if rows is None else rows)
     alike = [row for row in rows if row["experts"] == sparse]
     alike = [row for row in alike if row["precision"] == precision] or alike
     on_card = [row for row in alike if row["card"] == gpu.generation]
