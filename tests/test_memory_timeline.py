@@ -81,6 +81,7 @@ def test_a_whole_step_on_real_tensors(case: Case) -> None:
         ours, real = max(m.total for m in moments), max(found.totals[m.name] for m in moments)
         assert abs(ours - real) <= slack + share * real, (phases, ours, real)
     assert abs(timeline.peak_bytes - found.peak) <= 0.003 * found.peak
+    assert found.states == dict(training_memory(**case.settings()).state_terms)
     # A single sequence's loss holds a scalar more.
     assert 0 <= found.saved - sum(timeline.saved.values()) <= INT64
 
