@@ -22,6 +22,20 @@ def _one_thread():
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def _seed() -> int:
+    from tests.processes import new_seed
+
+    return new_seed()
+
+
+@pytest.fixture
+def seed(_seed: int) -> int:
+    """A new seed for every module of every run; LABLIB_SEED repeats an old one."""
+    print(f"LABLIB_SEED={_seed}")  # in the report of every test that fails
+    return _seed
+
+
 @pytest.fixture(autouse=True)
 def _no_rank_left():
     """Fail a test that leaves a process of multiprocessing behind, and end that process."""

@@ -8,58 +8,13 @@ import numpy as np
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = {"sgd": 0.0, "sgd-momentum": 4.0, "adamw": 8.0, "adamw-8bit": 2 + 8 / 256}
 
 
 class bytes_per_parameter:
-    def forgot_the_master_copy(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, gradients, False, optimizer)
-
-    def forgot_the_gradients(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, (), master, optimizer)
-
-    def counted_one_gradient_buffer(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, gradients[:1], master, optimizer)
-
-    def always_two_fp32_moments(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, gradients, master, "adamw")
-
-    def forgot_the_scales(weights, gradients, master, optimizer):
-        if optimizer == "adamw-8bit":
-            return bytes_per_parameter.right(weights, gradients, master, "sgd") + 2
-        return bytes_per_parameter.right(weights, gradients, master, optimizer)
-
-    def no_master_copy_beside_fp32(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, gradients, master and weights != "fp32", optimizer)
-
-    def moments_in_the_dtype_of_the_weights(weights, gradients, master, optimizer):
-        moments = {"sgd-momentum": 1, "adamw": 2}.get(optimizer, 0) * BYTES[weights]
-        moments = MOMENTS[optimizer] if optimizer == "adamw-8bit" else moments
-        return bytes_per_parameter.right(weights, gradients, master, "sgd") + moments
-
-    def forgot_the_master_copy_and_the_scales(weights, gradients, master, optimizer):
-        return bytes_per_parameter.forgot_the_scales(weights, gradients, False, optimizer)
-
-    def two_mistakes(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, gradients[:1], False, "adamw")
-
-    def gradients_always_fp32(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right(weights, ["fp32"] * len(gradients), master, optimizer)
-
-    always_sixteen = lambda weights, gradients, master, optimizer: 16
-
-    def weights_always_bf16(weights, gradients, master, optimizer):
-        return bytes_per_parameter.right("bf16", gradients, master, optimizer)
-
-    def right_2(weights, gradients, master, optimizer):
-        """In bits, with numpy, and divided at the end."""
-        bits = np.array([BYTES[dtype] for dtype in (weights, *gradients)]).sum() * 8 + master * 32
-        bits = bits + {"s": 0, "m": 32, "w": 64, "t": 2 * (8 + 32 / 256)}[optimizer[-1] if optimizer != "sgd" else "s"]
-        return np.float32(bits / 8)
-
     def right(weights, gradients, master, optimizer):
         """Builds a list of buffers, then adds."""
         buffers = [BYTES[weights]]
@@ -68,75 +23,52 @@ class bytes_per_parameter:
         buffers += {"sgd": [], "sgd-momentum": [4], "adamw": [4, 4], "adamw-8bit": [1 + 1 / 64] * 2}[optimizer]
         return sum(buffers)
 
+    forgot_the_master_copy = asked(right, master=False)
+    forgot_the_gradients = asked(right, gradients=())
+    counted_one_gradient_buffer = asked(right, gradients=lambda gradients: gradients[:1])
+    always_two_fp32_moments = asked(right, optimizer="adamw")
+
+    def forgot_the_scales(weights, gradients, master, optimizer):
+        if optimizer == "adamw-8bit":
+            return bytes_per_parameter.right(weights, gradients, master, "sgd") + 2
+        return bytes_per_parameter.right(weights, gradients, master, optimizer)
+
+    no_master_copy_beside_fp32 = asked(right, master=lambda master, weights: master and weights != "fp32")
+
+    def moments_in_the_dtype_of_the_weights(weights, gradients, master, optimizer):
+        moments = {"sgd-momentum": 1, "adamw": 2}.get(optimizer, 0) * BYTES[weights]
+        moments = MOMENTS[optimizer] if optimizer == "adamw-8bit" else moments
+        return bytes_per_parameter.right(weights, gradients, master, "sgd") + moments
+
+    forgot_the_master_copy_and_the_scales = asked(forgot_the_scales, master=False)
+    two_mistakes = asked(right, gradients=lambda gradients: gradients[:1], master=False, optimizer="adamw")
+    gradients_always_fp32 = asked(right, gradients=lambda gradients: ["fp32"] * len(gradients))
+    always_sixteen = lambda weights, gradients, master, optimizer: 16
+    weights_always_bf16 = asked(right, weights="bf16")
+
+    def right_2(weights, gradients, master, optimizer):
+        """In bits, with numpy, and divided at the end."""
+        bits = np.array([BYTES[dtype] for dtype in (weights, *gradients)]).sum() * 8 + master * 32
+        bits = bits + {"s": 0, "m": 32, "w": 64, "t": 2 * (8 + 32 / 256)}[optimizer[-1] if optimizer != "sgd" else "s"]
+        return np.float32(bits / 8)
+
+
+_SWAPPED = {"zero-1": "zero-2", "zero-2": "zero-1"}
+_STAGES = {"ddp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "tensor": 3}
+
+
+def _sharding(whole, by_stage):
+    """Return an answer with so many bytes a parameter, of which each stage shards so many."""
+
+    def answer(params, gpus, capacity_gib, strategy):
+        sharded = by_stage[_STAGES[strategy]]
+        needed = params * (whole - sharded + sharded / gpus)
+        return needed / 1e9, needed <= capacity_gib * 2**30
+
+    return answer
+
 
 class fits:
-    def eight_bytes_of_optimizer(params, gpus, capacity_gib, strategy):
-        sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 12, "tensor": 12}[strategy]
-        needed = params * (12 - sharded + sharded / gpus)
-        return needed / 1e9, needed <= capacity_gib * 2**30
-
-    def gradients_of_four_bytes(params, gpus, capacity_gib, strategy):
-        sharded = {"ddp": 0, "zero-1": 12, "zero-2": 16, "zero-3": 18, "tensor": 18}[strategy]
-        needed = params * (18 - sharded + sharded / gpus)
-        return needed / 1e9, needed <= capacity_gib * 2**30
-
-    def gib_for_gb(params, gpus, capacity_gib, strategy):
-        gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes * 1e9 / 2**30, verdict
-
-    def compared_gb_with_gib(params, gpus, capacity_gib, strategy):
-        gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes, gigabytes <= capacity_gib
-
-    never_divided = lambda params, gpus, capacity_gib, strategy: fits.right(params, 1, capacity_gib, strategy)
-    ddp_divides_too = lambda params, gpus, capacity_gib, strategy: fits.right(params, gpus, capacity_gib, "zero-3")
-
-    def swapped_stages_one_and_two(params, gpus, capacity_gib, strategy):
-        other = {"zero-1": "zero-2", "zero-2": "zero-1"}.get(strategy, strategy)
-        return fits.right(params, gpus, capacity_gib, other)
-
-    def pooled_the_cards(params, gpus, capacity_gib, strategy):
-        gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes, gigabytes * 1e9 <= gpus * capacity_gib * 2**30
-
-    def answered_in_bytes(params, gpus, capacity_gib, strategy):
-        gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes * 1e9, verdict
-
-    def stage_1_shards_the_moments_alone(params, gpus, capacity_gib, strategy):
-        sharded = {"ddp": 0, "zero-1": 8, "zero-2": 10, "zero-3": 16, "tensor": 16}[strategy]
-        needed = params * (16 - sharded + sharded / gpus)
-        return needed / 1e9, needed <= capacity_gib * 2**30
-
-    def with_a_margin(params, gpus, capacity_gib, strategy):
-        gigabytes, _ = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes, gigabytes <= 0.9 * capacity_gib * 1.073741824
-
-    def said_yes_in_words(params, gpus, capacity_gib, strategy):
-        gigabytes, verdict = fits.right(params, gpus, capacity_gib, strategy)
-        return gigabytes, "yes" if verdict else "no"
-
-    def every_stage_is_stage_1(params, gpus, capacity_gib, strategy):
-        return fits.right(params, gpus, capacity_gib, "zero-1" if "zero" in strategy else strategy)
-
-    def tensor_keeps_the_weights(params, gpus, capacity_gib, strategy):
-        return fits.right(params, gpus, capacity_gib, "zero-2" if strategy == "tensor" else strategy)
-
-    def right_3(params, gpus, capacity_gib, strategy):
-        """Adds what each stage takes away, one after the other, and cuts the decimals off."""
-        held = 16 * params
-        for stage, size in enumerate((12, 2, 2), start=1):
-            if strategy == "tensor" or strategy >= f"zero-{stage}":
-                held -= size * params * (gpus - 1) / gpus
-        return int(held / 1e9), int(held / 2**30 <= capacity_gib)
-
-    def right_2(params, gpus, capacity_gib, strategy):
-        """Whole GB, and a list; what is not sharded is what the strategy's number leaves."""
-        stage = {"ddp": 0, "tensor": 3}.get(strategy) if "zero" not in strategy else int(strategy[-1])
-        each = [12 * params, 2 * params, 2 * params]
-        held = sum(-(-size // gpus) if i < stage else size for i, size in enumerate(each))
-        return [round(held / 10**9), np.bool_(held / 2**30 <= capacity_gib)]
-
     def right(params, gpus, capacity_gib, strategy):
         """Per-term divisors in a table; capacity turned into GB before comparing."""
         weights_by, gradients_by, optimizer_by = {
@@ -149,22 +81,62 @@ class fits:
         gigabytes = (2 / weights_by + 2 / gradients_by + 12 / optimizer_by) * params / 1e9
         return gigabytes, gigabytes <= capacity_gib * 1.073741824
 
+    eight_bytes_of_optimizer = _sharding(12, (0, 8, 10, 12))
+    gradients_of_four_bytes = _sharding(18, (0, 12, 16, 18))
+    gib_for_gb = told(right, lambda found: (found[0] * 1e9 / 2**30, found[1]))
+    compared_gb_with_gib = told(right, lambda found, capacity_gib: (found[0], found[0] <= capacity_gib))
+    never_divided = asked(right, gpus=1)
+    ddp_divides_too = asked(right, strategy="zero-3")
+    swapped_stages_one_and_two = asked(right, strategy=lambda strategy: _SWAPPED.get(strategy, strategy))
+    pooled_the_cards = told(
+        right, lambda found, gpus, capacity_gib: (found[0], found[0] * 1e9 <= gpus * capacity_gib * 2**30)
+    )
+    answered_in_bytes = told(right, lambda found: (found[0] * 1e9, found[1]))
+    stage_1_shards_the_moments_alone = _sharding(16, (0, 8, 10, 16))
+    with_a_margin = told(right, lambda found, capacity_gib: (found[0], found[0] <= 0.9 * capacity_gib * 1.073741824))
+    said_yes_in_words = told(right, lambda found: (found[0], "yes" if found[1] else "no"))
+    every_stage_is_stage_1 = asked(right, strategy=lambda strategy: "zero-1" if "zero" in strategy else strategy)
+    tensor_keeps_the_weights = asked(right, strategy=lambda strategy: "zero-2" if strategy == "tensor" else strategy)
+
+    def right_3(params, gpus, capacity_gib, strategy):
+        """Adds what each stage takes away, one after the other, and cuts the decimals off."""
+        held = 16 * params
+        for stage, size in enumerate((12, 2, 2), start=1):
+            if strategy == "tensor" or strategy >= f"zero-{stage}":
+                held -= size * params * (gpus - 1) / gpus
+        return int(held / 1e9), int(held / 2**30 <= capacity_gib)
+
+    def right_2(params, gpus, capacity_gib, strategy):
+        """Whole GB, and a list; what is not sharded is what the strategy's number leaves."""
+        stage = _STAGES[strategy]
+        each = [12 * params, 2 * params, 2 * params]
+        held = sum(-(-size // gpus) if i < stage else size for i, size in enumerate(each))
+        return [round(held / 10**9), np.bool_(held / 2**30 <= capacity_gib)]
+
 
 class block_activations:
-    def forgot_one_norm(seq, batch, hidden, heads, attention, recompute):
-        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
-        return kept if recompute == "full" else kept - 2 * seq * batch * hidden
+    def right(seq, batch, hidden, heads, attention, recompute):
+        """One tensor at a time, in values and masks, then bytes."""
+        tokens = seq * batch
+        if recompute == "full":
+            return 2 * tokens * hidden
+        # norms 2, QKV input 1, Q 1, K 1, V 1, output projection 1, MLP 1 + 4 + 4
+        values, masks = tokens * hidden * 16, tokens * hidden * 2
+        if attention == "plain":
+            values += 2 * heads * seq * tokens
+            masks += heads * seq * tokens
+        return 2 * values + masks
 
-    def masks_of_two_bytes(seq, batch, hidden, heads, attention, recompute):
-        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
-        return kept if recompute == "full" else kept + 2 * seq * batch * hidden
-
-    def values_of_four_bytes(seq, batch, hidden, heads, attention, recompute):
-        return 2 * block_activations.right(seq, batch, hidden, heads, attention, recompute)
-
-    def scores_the_other_way_round(seq, batch, hidden, heads, attention, recompute):
-        other = {"plain": "fused", "fused": "plain"}[attention]
-        return block_activations.right(seq, batch, hidden, heads, other, recompute)
+    forgot_one_norm = told(
+        right, lambda kept, seq, batch, hidden, recompute: kept - 2 * seq * batch * hidden * (recompute != "full")
+    )
+    masks_of_two_bytes = told(
+        right, lambda kept, seq, batch, hidden, recompute: kept + 2 * seq * batch * hidden * (recompute != "full")
+    )
+    values_of_four_bytes = told(right, lambda kept: 2 * kept)
+    scores_the_other_way_round = asked(
+        right, attention=lambda attention: {"plain": "fused", "fused": "plain"}[attention]
+    )
 
     def softmax_output_alone(seq, batch, hidden, heads, attention, recompute):
         kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
@@ -183,39 +155,16 @@ class block_activations:
         factor = 2 if recompute == "full" else 34 + 5 * heads * seq / hidden * (attention == "plain")
         return seq * batch * hidden * factor
 
-    def counted_values_not_bytes(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, batch, hidden, heads, attention, recompute) // 2
-
-    def forgot_the_batch(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, 1, hidden, heads, attention, recompute)
-
-    def scores_once_for_all_heads(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, batch, hidden, 1, attention, recompute)
-
-    def no_scores(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, batch, hidden, heads, "fused", recompute)
-
-    def fused_keeps_scores(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, batch, hidden, heads, "plain", recompute)
-
-    def recomputation_keeps_everything(seq, batch, hidden, heads, attention, recompute):
-        return block_activations.right(seq, batch, hidden, heads, attention, "none")
+    counted_values_not_bytes = told(right, lambda kept: kept // 2)
+    forgot_the_batch = asked(right, batch=1)
+    scores_once_for_all_heads = asked(right, heads=1)
+    no_scores = asked(right, attention="fused")
+    fused_keeps_scores = asked(right, attention="plain")
+    recomputation_keeps_everything = asked(right, recompute="none")
 
     def scores_outside_the_bracket(seq, batch, hidden, heads, attention, recompute):
         block = block_activations.right(seq, batch, hidden, heads, "fused", recompute)
         return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
-
-    def right(seq, batch, hidden, heads, attention, recompute):
-        """One tensor at a time, in values and masks, then bytes."""
-        tokens = seq * batch
-        if recompute == "full":
-            return 2 * tokens * hidden
-        # norms 2, QKV input 1, Q 1, K 1, V 1, output projection 1, MLP 1 + 4 + 4
-        values, masks = tokens * hidden * 16, tokens * hidden * 2
-        if attention == "plain":
-            values += 2 * heads * seq * tokens
-            masks += heads * seq * tokens
-        return 2 * values + masks
 
 
 def _run_held(memory, optimizer, *, logit=6, last=0):
@@ -227,139 +176,6 @@ def _run_held(memory, optimizer, *, logit=6, last=0):
 
 
 class run_memory:
-    def run_without_master(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"optimizer": memory["optimizer"] - 4 * memory["parameters"]}
-
-    def run_always_adamw(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape, "adamw", seq, batch, recompute)
-
-    def run_with_one_layer_of_activations(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"activations": memory["activations"] // shape["layers"]}
-
-    def run_without_embeddings(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape | {"vocab": 0}, optimizer, seq, batch, recompute)
-
-    def run_with_an_untied_head(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape | {"tied": False}, optimizer, seq, batch, recompute)
-
-    def run_with_keys_for_every_head(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape | {"kv_heads": shape["heads"]}, optimizer, seq, batch, recompute)
-
-    def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute):
-        block = block_activations.right(seq, batch, shape["hidden"], shape["heads"], "fused", recompute)
-        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"activations": block * shape["layers"]}
-
-    def run_never_recomputes(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape, optimizer, seq, batch, "none")
-
-    def run_for_one_sequence(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape, optimizer, seq, 1, recompute)
-
-    def run_with_heads_that_fill_the_hidden_size(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(
-            shape | {"head_dim": shape["hidden"] // shape["heads"]}, optimizer, seq, batch, recompute
-        )
-
-    def run_as_eager_pytorch_holds_it(shape, optimizer, seq, batch, recompute):
-        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, logit=12)
-
-    def run_with_logits_in_both_dtypes(shape, optimizer, seq, batch, recompute):
-        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, logit=10)
-
-    def without_the_idea_of_instants(shape, optimizer, seq, batch, recompute):
-        """The states after backward, and activations on top; at the loss, unless they are recomputed."""
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
-        states = memory["weights"] + memory["gradients"] + memory["optimizer"]
-        return memory | {"peak": states + memory["activations"], "at": "step" if recompute == "full" else "loss"}
-
-    def without_the_idea_a_rule_of_thumb(shape, optimizer, seq, batch, recompute):
-        """Every number is right, and the instant follows from the length of the batch."""
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
-        return memory | {"at": "loss" if seq * batch > 8192 else "step"}
-
-    def without_the_idea_the_calculator_counts(shape, optimizer, seq, batch, recompute):
-        sizes = {"num_layers": "layers", "hidden": "hidden", "num_heads": "heads", "num_kv_heads": "kv_heads"}
-        sizes |= {name: name for name in ("head_dim", "ffn", "vocab", "tied")}
-        config = ModelConfig(name="drawn", **{name: shape[ours] for name, ours in sizes.items()})
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
-        return memory | {"parameters": count_params(config).total}
-
-    def right_4(shape, optimizer, seq, batch, recompute):
-        """In the step the last bf16 gradient stands beside its fp32 copy, where no roots come after it."""
-        last = 2 * shape["vocab"] * shape["hidden"] * (optimizer != "adamw")
-        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, last=last)
-
-    def run_without_gradients(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"gradients": 0}
-
-    def run_with_16_bit_logits(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"logits": memory["logits"] // 2}
-
-    def run_that_adds_everything(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        terms = ("weights", "gradients", "optimizer", "activations", "logits")
-        return memory | {"peak": sum(memory[term] for term in terms)}
-
-    def run_at_the_wrong_instant(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"at": "step" if memory["at"] == "loss" else "loss"}
-
-    def run_without_roots(shape, optimizer, seq, batch, recompute):
-        fused = "adamw-fused" if optimizer == "adamw" else optimizer
-        return run_memory.right(shape, fused, seq, batch, recompute)
-
-    def run_that_keeps_nothing(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"activations": 0} if recompute == "full" else memory
-
-    def run_with_16_bit_moments(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"optimizer": 2 * memory["parameters"] + memory["optimizer"] // 2}
-
-    def run_without_optimizer_at_the_loss(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return memory | {"peak": memory["peak"] - memory["optimizer"] * (memory["at"] == "at the loss")}
-
-    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        fourth = 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")
-        return memory | {"activations": memory["activations"] + fourth}
-
-    def right_3(shape, optimizer, seq, batch, recompute):
-        """Takes the entries out of the dictionary, and loops over tensors."""
-        layers, h, f, vocab = (shape.pop(name) for name in ("layers", "hidden", "ffn", "vocab"))
-        queries, keys, width, tied = (shape.pop(name) for name in ("heads", "kv_heads", "head_dim", "tied"))
-        found = dict.fromkeys(("parameters", "activations"), 0)
-        for _ in range(layers):
-            for rows, columns in ((h, queries * width), (h, keys * width), (h, f), (h, 1)):
-                found["parameters"] += 2 * rows * columns
-            found["parameters"] += h * f
-            for kept in (h,) if recompute == "full" else (4 * h, 2 * queries * width, 2 * keys * width, 3 * f):
-                found["activations"] += 2 * kept * seq * batch
-        n = found["parameters"] = found["parameters"] + h + vocab * h * (1 if tied else 2)
-        found["weights"] = found["gradients"] = 2 * n
-        found["optimizer"] = 4 * n * (1 + optimizer.startswith("adamw") * 2 + (optimizer == "sgd-momentum"))
-        found["logits"] = seq * batch * vocab * 4
-        always = found["weights"] + found["optimizer"]
-        loss, step = always + found["activations"] + found["logits"] * 3 // 2, always + 4 * n
-        step += 4 * n if optimizer == "adamw" else 0
-        return found | ({"peak": loss, "at": "loss"} if loss > step else {"peak": step, "at": "step"})
-
-    def run_in_gb(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
-        return {
-            term: memory[term] / (1e9 if term not in ("parameters", "at") else 1) for term in memory if term != "at"
-        } | {"at": memory["at"]}
-
-    def run_summed_up(shape, optimizer, seq, batch, recompute):
-        return run_memory.right(shape, optimizer, seq, batch, recompute)["peak"]
-
-    def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute):
-        return {"parameters": count_params(shape).total}
-
     def right(shape, optimizer, seq, batch, recompute):
         """Per layer and per token, with what kernels keep beside; the peak from a list of two."""
         h, heads, width = shape["hidden"], shape["heads"], shape["head_dim"]
@@ -397,6 +213,108 @@ class run_memory:
             "parameters": n, "weights": 2 * n, "gradients": 2 * n, "optimizer": (held - 2) * n, "activations": kept,
             "logits": 4 * tokens * size["vocab"], "peak": max(loss, step), "at": "Loss" if loss > step else "Step",
         }  # fmt: skip
+
+    run_without_master = told(
+        right, lambda memory: memory | {"optimizer": memory["optimizer"] - 4 * memory["parameters"]}
+    )
+    run_always_adamw = asked(right, optimizer="adamw")
+    run_with_one_layer_of_activations = told(
+        right, lambda memory, shape: memory | {"activations": memory["activations"] // shape["layers"]}
+    )
+    run_without_embeddings = asked(right, shape=lambda shape: shape | {"vocab": 0})
+    run_with_an_untied_head = asked(right, shape=lambda shape: shape | {"tied": False})
+    run_with_keys_for_every_head = asked(right, shape=lambda shape: shape | {"kv_heads": shape["heads"]})
+
+    def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute):
+        block = block_activations.right(seq, batch, shape["hidden"], shape["heads"], "fused", recompute)
+        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"activations": block * shape["layers"]}
+
+    run_never_recomputes = asked(right, recompute="none")
+    run_for_one_sequence = asked(right, batch=1)
+    run_with_heads_that_fill_the_hidden_size = asked(
+        right, shape=lambda shape: shape | {"head_dim": shape["hidden"] // shape["heads"]}
+    )
+    run_as_eager_pytorch_holds_it = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, logit=12))
+    run_with_logits_in_both_dtypes = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, logit=10))
+
+    def without_the_idea_of_instants(shape, optimizer, seq, batch, recompute):
+        """The states after backward, and activations on top; at the loss, unless they are recomputed."""
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        states = memory["weights"] + memory["gradients"] + memory["optimizer"]
+        return memory | {"peak": states + memory["activations"], "at": "step" if recompute == "full" else "loss"}
+
+    def without_the_idea_a_rule_of_thumb(shape, optimizer, seq, batch, recompute):
+        """Every number is right, and the instant follows from the length of the batch."""
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        return memory | {"at": "loss" if seq * batch > 8192 else "step"}
+
+    def without_the_idea_the_calculator_counts(shape, optimizer, seq, batch, recompute):
+        sizes = {"num_layers": "layers", "hidden": "hidden", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+        sizes |= {name: name for name in ("head_dim", "ffn", "vocab", "tied")}
+        config = ModelConfig(name="drawn", **{name: shape[ours] for name, ours in sizes.items()})
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        return memory | {"parameters": count_params(config).total}
+
+    def right_4(shape, optimizer, seq, batch, recompute):
+        """In the step the last bf16 gradient stands beside its fp32 copy, where no roots come after it."""
+        last = 2 * shape["vocab"] * shape["hidden"] * (optimizer != "adamw")
+        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, last=last)
+
+    run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
+    run_with_16_bit_logits = told(right, lambda memory: memory | {"logits": memory["logits"] // 2})
+
+    def run_that_adds_everything(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        terms = ("weights", "gradients", "optimizer", "activations", "logits")
+        return memory | {"peak": sum(memory[term] for term in terms)}
+
+    run_at_the_wrong_instant = told(right, lambda memory: memory | {"at": "step" if memory["at"] == "loss" else "loss"})
+    run_without_roots = asked(right, optimizer=lambda optimizer: "adamw-fused" if optimizer == "adamw" else optimizer)
+    run_that_keeps_nothing = told(
+        right, lambda memory, recompute: memory | {"activations": memory["activations"] * (recompute != "full")}
+    )
+    run_with_16_bit_moments = told(
+        right, lambda memory: memory | {"optimizer": 2 * memory["parameters"] + memory["optimizer"] // 2}
+    )
+    run_without_optimizer_at_the_loss = told(
+        right, lambda memory: memory | {"peak": memory["peak"] - memory["optimizer"] * (memory["at"] == "at the loss")}
+    )
+
+    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        fourth = 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")
+        return memory | {"activations": memory["activations"] + fourth}
+
+    def right_3(shape, optimizer, seq, batch, recompute):
+        """Takes the entries out of the dictionary, and loops over tensors."""
+        layers, h, f, vocab = (shape.pop(name) for name in ("layers", "hidden", "ffn", "vocab"))
+        queries, keys, width, tied = (shape.pop(name) for name in ("heads", "kv_heads", "head_dim", "tied"))
+        found = dict.fromkeys(("parameters", "activations"), 0)
+        for _ in range(layers):
+            for rows, columns in ((h, queries * width), (h, keys * width), (h, f), (h, 1)):
+                found["parameters"] += 2 * rows * columns
+            found["parameters"] += h * f
+            for kept in (h,) if recompute == "full" else (4 * h, 2 * queries * width, 2 * keys * width, 3 * f):
+                found["activations"] += 2 * kept * seq * batch
+        n = found["parameters"] = found["parameters"] + h + vocab * h * (1 if tied else 2)
+        found["weights"] = found["gradients"] = 2 * n
+        found["optimizer"] = 4 * n * (1 + optimizer.startswith("adamw") * 2 + (optimizer == "sgd-momentum"))
+        found["logits"] = seq * batch * vocab * 4
+        always = found["weights"] + found["optimizer"]
+        loss, step = always + found["activations"] + found["logits"] * 3 // 2, always + 4 * n
+        step += 4 * n if optimizer == "adamw" else 0
+        return found | ({"peak": loss, "at": "loss"} if loss > step else {"peak": step, "at": "step"})
+
+    def run_in_gb(shape, optimizer, seq, batch, recompute):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+        return {
+            term: memory[term] / (1e9 if term not in ("parameters", "at") else 1) for term in memory if term != "at"
+        } | {"at": memory["at"]}
+
+    run_summed_up = told(right, lambda memory: memory["peak"])
+
+    def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute):
+        return {"parameters": count_params(shape).total}
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations, run_memory)

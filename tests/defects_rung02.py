@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import torch
 
-from tests.planted import listed
+from tests.planted import listed, told
 
 
 class token_losses:
@@ -119,7 +119,11 @@ def _over(micro_batches, all_reduce, factor):
     return [m.sum() * factor / total for m in micro_batches]
 
 
-def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False, first=1):
+def _added(held, arriving):
+    return [a + b for a, b in zip(held, arriving, strict=True)]
+
+
+def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_gather=False, first=1, add=_added):
     n = len(gradients)
     width = len(gradients[0]) // n
     held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
@@ -127,13 +131,12 @@ def _ring(gradients, send, reduce_steps=None, gather=True, divide=True, add_in_g
         for rank in range(n):
             chunk, right = (rank - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
-            held[right][chunk] = [a + b for a, b in zip(held[right][chunk], arriving, strict=True)]
+            held[right][chunk] = add(held[right][chunk], arriving)
     for step in range((n - 1) * gather if isinstance(gather, bool) else gather(n)):
         for rank in range(n):
             chunk, right = (rank + first - step) % n, (rank + 1) % n
             arriving = send(rank, right, held[rank][chunk])
-            old = held[right][chunk]
-            held[right][chunk] = [a + b for a, b in zip(old, arriving, strict=True)] if add_in_gather else arriving
+            held[right][chunk] = _added(held[right][chunk], arriving) if add_in_gather else arriving
     scale = n if divide else 1
     return [[value / scale for chunk in chunks for value in chunk] for chunks in held]
 
@@ -189,36 +192,19 @@ class all_reduce_mean:
         """Sends all that it must, and does not look at what arrives in the second half."""
         n = len(gradients)
         width = len(gradients[0]) // n
-        held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
-        for step in range(n - 1):
-            for rank in range(n):
-                chunk, right = (rank - step) % n, (rank + 1) % n
-                arriving = send(rank, right, held[rank][chunk])
-                held[right][chunk] = [a + b for a, b in zip(held[right][chunk], arriving, strict=True)]
-        finished = [held[(chunk - 1) % n][chunk] for chunk in range(n)]
+        rows = _ring(gradients, send, gather=False)
+        finished = [rows[chunk - 1][chunk * width : (chunk + 1) * width] for chunk in range(n)]
         for _ in range(n - 1):
             for rank in range(n):
                 send(rank, (rank + 1) % n, finished[rank])
-        return [[value / n for chunk in finished for value in chunk] for _ in range(n)]
+        return [[value for chunk in finished for value in chunk] for _ in range(n)]
 
     def divides_twice(gradients, send):
         return [[value / len(gradients) for value in row] for row in _ring(gradients, send)]
 
     def mean_of_running_means(gradients, send):
         """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
-        n = len(gradients)
-        width = len(gradients[0]) // n
-        held = [[list(g[c * width : (c + 1) * width]) for c in range(n)] for g in gradients]
-        for step in range(n - 1):
-            for rank in range(n):
-                chunk, right = (rank - step) % n, (rank + 1) % n
-                arriving = send(rank, right, held[rank][chunk])
-                held[right][chunk] = [(a + b) / 2 for a, b in zip(held[right][chunk], arriving, strict=True)]
-        for step in range(n - 1):
-            for rank in range(n):
-                chunk, right = (rank + 1 - step) % n, (rank + 1) % n
-                held[right][chunk] = send(rank, right, held[rank][chunk])
-        return [[value for chunk in chunks for value in chunk] for chunks in held]
+        return _ring(gradients, send, divide=False, add=lambda held, arriving: [x / 2 for x in _added(held, arriving)])
 
     def loses_the_last_rank(gradients, send):
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
@@ -287,8 +273,7 @@ class all_reduce_mean:
             total = list(cut[owner][owner])
             for other in range(n):
                 if other != owner:
-                    arrived = send(other, owner, cut[other][owner])
-                    total = [x + y for x, y in zip(total, arrived, strict=True)]
+                    total = _added(total, send(other, owner, cut[other][owner]))
             owned.append([x / n for x in total])
         result = []
         for rank in range(n):
@@ -445,17 +430,14 @@ class ddp_bottleneck:
     six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
     # All numbers are right, and what hides is what always hid: eight ranks in a node.
-    without_the_idea_where_the_bottleneck_is = lambda *case: {**_bottleneck(*case), "hides": case[3] <= 8}
+    without_the_idea_where_the_bottleneck_is = told(_bottleneck, lambda found, ranks: found | {"hides": ranks <= 8})
 
-    def without_the_idea_of_overlap(*case):
-        """Bytes and seconds are right, and communication begins when backward has ended."""
-        answer = _bottleneck(*case)
-        return {**answer, "exposed": answer["communication"], "hides": answer["communication"] < answer["backward"]}
-
-    def says_yes_or_no(*case):
-        answer = _bottleneck(*case)
-        return {**answer, "hides": "yes" if answer["hides"] else "no"}
-
+    # Bytes and seconds are right, and communication begins when backward has ended.
+    without_the_idea_of_overlap = told(
+        _bottleneck,
+        lambda found: found | {"exposed": found["communication"], "hides": found["communication"] < found["backward"]},
+    )
+    says_yes_or_no = told(_bottleneck, lambda found: found | {"hides": "yes" if found["hides"] else "no"})
     all_or_nothing = lambda *case: _bottleneck(*case, exposed=lambda c, b: c if c > b else 0.0)
     a_share_of_the_communication = lambda *case: _bottleneck(
         *case, exposed=lambda c, b: max(0.0, 1 - b / c) if c else 0.0
@@ -469,10 +451,7 @@ class ddp_bottleneck:
     counts_what_arrives_too = lambda *case: _bottleneck(*case, sent=2)
     the_part_that_hides = lambda *case: _bottleneck(*case, exposed=min)
     backward_minus_communication = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, b - c))
-
-    def hides_the_wrong_way_round(*case):
-        answer = _bottleneck(*case)
-        return {**answer, "hides": not answer["hides"]}
+    hides_the_wrong_way_round = told(_bottleneck, lambda found: found | {"hides": not found["hides"]})
 
     def right_2(params, grad_bytes, tokens, ranks, flops, bandwidth):
         """Third solution: from the number of tokens that hides everything, in numpy's numbers."""

@@ -143,20 +143,14 @@ def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce
 
 
 class split_mlp:
-    def forgets_f(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias, down, down_bias, group, enter=_same)
-
-    def forgets_g(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias, down, down_bias, group, leave=_same)
-
-    def backward_of_g_sums(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias, down, down_bias, group, leave=leave_rows.backward_sums_again)
+    forgets_f = lambda *case: _half(*case, enter=_same)
+    forgets_g = lambda *case: _half(*case, leave=_same)
+    backward_of_g_sums = lambda *case: _half(*case, leave=leave_rows.backward_sums_again)
 
     def f_twice(x, up, up_bias, down, down_bias, group):
         return _half(copy_to_tp(x, group), up, up_bias, down, down_bias, group)
 
-    def bias_in_every_part(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias, down, down_bias, group, after=False)
+    bias_in_every_part = lambda *case: _half(*case, after=False)
 
     def bias_shared_out(x, up, up_bias, down, down_bias, group):
         """The sum is right, and each rank finds a part of the bias's gradient."""
@@ -200,8 +194,7 @@ class split_mlp:
         inner = torch.relu((copy_to_tp(x, group).unsqueeze(-2) * up).sum(-1) + up_bias) * mask
         return reduce_from_tp((inner.unsqueeze(-2) * down).sum(-1), group) + down_bias
 
-    def no_gradient_through_the_sum(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias, down, down_bias, group, leave=_summed)
+    no_gradient_through_the_sum = lambda *case: _half(*case, leave=_summed)
 
     def without_the_idea_data_parallel(x, up, up_bias, down, down_bias, group):
         """Rank r computes sequence r with both whole matrices."""
@@ -389,11 +382,6 @@ def _rows(heads, width):
     return range(heads.start * width, heads.stop * width)
 
 
-def _refuse(num_heads, num_kv_heads, tp):
-    if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
-        raise ValueError("no")
-
-
 def _layout(num_heads, num_kv_heads, head_dim, tp):
     """Neighbouring heads, whether they come out even or not, and who holds the same key head."""
     queries, keys, copies = (max(1, n) for n in (num_heads // tp, num_kv_heads // tp, tp // num_kv_heads))
@@ -407,15 +395,24 @@ def _layout(num_heads, num_kv_heads, head_dim, tp):
     ]
 
 
-def _even(num_heads, num_kv_heads, head_dim, tp):
-    _refuse(num_heads, num_kv_heads, tp)
-    return _layout(num_heads, num_kv_heads, head_dim, tp)
+def _laid_out(refuses):
+    """Return a layout of heads that raises where `refuses(num_heads, num_kv_heads, tp)`."""
+
+    def answer(num_heads, num_kv_heads, head_dim, tp):
+        if refuses(num_heads, num_kv_heads, tp):
+            raise ValueError("no")
+        return _layout(num_heads, num_kv_heads, head_dim, tp)
+
+    return answer
+
+
+_even = _laid_out(lambda heads, keys, tp: heads % tp or (keys % tp and tp % keys))
 
 
 class split_qkv:
     def equal_widths(num_heads, num_kv_heads, head_dim, tp):
         """Cuts both projections into tp equal parts, through a key head if there are not enough."""
-        _refuse(num_heads, num_kv_heads, tp)
+        _even(num_heads, num_kv_heads, head_dim, tp)
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
@@ -432,21 +429,9 @@ class split_qkv:
         return [(q, keys[r], same[r]) if tp > num_kv_heads else (q, k, o) for r, (q, k, o) in enumerate(ranks)]
 
     never_refuses = _layout
-
-    def refuses_copies(num_heads, num_kv_heads, head_dim, tp):
-        if num_kv_heads % tp:
-            raise ValueError("no")
-        return _layout(num_heads, num_kv_heads, head_dim, tp)
-
-    def asks_for_query_heads_only(num_heads, num_kv_heads, head_dim, tp):
-        if num_heads % tp:
-            raise ValueError("no")
-        return _layout(num_heads, num_kv_heads, head_dim, tp)
-
-    def asks_for_key_heads_only(num_heads, num_kv_heads, head_dim, tp):
-        if num_kv_heads % tp and tp % num_kv_heads:
-            raise ValueError("no")
-        return _layout(num_heads, num_kv_heads, head_dim, tp)
+    refuses_copies = _laid_out(lambda heads, keys, tp: keys % tp)
+    asks_for_query_heads_only = _laid_out(lambda heads, keys, tp: heads % tp)
+    asks_for_key_heads_only = _laid_out(lambda heads, keys, tp: keys % tp and tp % keys)
 
     def strided_where_it_does_not_come_out(num_heads, num_kv_heads, head_dim, tp):
         """Lays out every degree that divides the query heads, with more key heads on a rank than its share."""
@@ -550,8 +535,8 @@ def _highest(logits, group):
     return highest
 
 
-def split_loss(logits, targets, first, group):
-    shifted, target = _pieces(logits, targets, first, _highest(logits, group))
+def split_loss(logits, targets, first, group, highest=_highest):
+    shifted, target = _pieces(logits, targets, first, highest(logits, group))
     return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
 
 
@@ -567,13 +552,8 @@ class cross_entropy:
         mine = (targets >= first) & (targets < first + logits.shape[-1])
         return reduce_from_tp((inner.exp().sum(-1).log() - target) * mine, group)
 
-    def no_maximum(logits, targets, first, group):
-        shifted, target = _pieces(logits, targets, first, torch.zeros_like(logits[:, 0]))
-        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
-
-    def a_maximum_for_each_rank(logits, targets, first, group):
-        shifted, target = _pieces(logits, targets, first, logits.detach().amax(-1))
-        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+    no_maximum = lambda *case: split_loss(*case, highest=lambda logits, group: torch.zeros_like(logits[:, 0]))
+    a_maximum_for_each_rank = lambda *case: split_loss(*case, highest=lambda logits, group: logits.detach().amax(-1))
 
     def gathers_the_logits(logits, targets, first, group):
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -604,11 +584,12 @@ class cross_entropy:
         total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
         return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
 
-    def gradient_through_the_maximum(logits, targets, first, group):
-        highest = logits.amax(-1) * 1.0
-        total = _summed(highest, group, dist.ReduceOp.MAX)
-        shifted, target = _pieces(logits, targets, first, highest + (total - highest.detach()))
-        return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+    def gradient_through_the_maximum(*case):
+        def highest(logits, group):
+            own = logits.amax(-1) * 1.0
+            return own + (_summed(own, group, dist.ReduceOp.MAX) - own.detach())
+
+        return split_loss(*case, highest=highest)
 
     def right(logits, targets, first, group):
         """Second solution: log-sum-exp of the ranks' log-sum-exps, and the gradient written by hand."""

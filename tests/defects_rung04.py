@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lablib.calc.schedules import interleaved, one_f_one_b, schedule, simulate, to_csv, zb_h1
-from tests.planted import listed
+from tests.planted import listed, told
 from tests.scripts import load
 
 _solution = load("labs/solutions/rung04.py")
@@ -19,37 +19,25 @@ _solution = load("labs/solutions/rung04.py")
 _Bubbles = namedtuple("_Bubbles", "over_ideal over_total")
 
 
+def _both(shares):
+    """Return an answer from both shares of the idle time: `shares(p, m, v)`."""
+    return lambda p, m, v: dict(zip(("over_ideal", "over_total"), shares(p, m, v), strict=True))
+
+
 class bubbles:
-    names_exchanged = lambda p, m, v: {"over_ideal": (p - 1) / (v * m + p - 1), "over_total": (p - 1) / (v * m)}
-    one_bubble_for_both = lambda p, m, v: {"over_ideal": (p - 1) / (v * m), "over_total": (p - 1) / (v * m)}
-    p_boundaries = lambda p, m, v: {"over_ideal": p / (v * m), "over_total": p / (v * m + p)}
-    forgets_interleaving = lambda p, m, v: {"over_ideal": (p - 1) / m, "over_total": (p - 1) / (m + p - 1)}
-
-    def more_stages_more_bubble(p, m, v):
-        return {"over_ideal": v * (p - 1) / m, "over_total": v * (p - 1) / (m + v * (p - 1))}
-
-    def utilisation_for_bubble(p, m, v):
-        return {"over_ideal": (p - 1) / (v * m), "over_total": v * m / (v * m + p - 1)}
-
-    naive_bubble = lambda p, m, v: {"over_ideal": p - 1, "over_total": (p - 1) / p}
-
-    def in_percent(p, m, v):
-        return {"over_ideal": 100 * (p - 1) / (v * m), "over_total": 100 * (p - 1) / (v * m + p - 1)}
-
-    def idle_over_all_slots_of_all_ranks(p, m, v):
-        return {"over_ideal": (p - 1) / (v * m * p), "over_total": (p - 1) / (p * (v * m + p - 1))}
-
-    def counts_all_stages_as_ranks(p, m, v):
-        return {"over_ideal": (p * v - 1) / (v * m), "over_total": (p * v - 1) / (v * m + p * v - 1)}
-
-    def fills_and_drains_twice(p, m, v):
-        return {"over_ideal": 2 * (p - 1) / (v * m), "over_total": 2 * (p - 1) / (v * m + 2 * (p - 1))}
-
-    def idle_of_all_ranks(p, m, v):
-        return {"over_ideal": p * (p - 1) / (v * m), "over_total": p * (p - 1) / (v * m + p - 1)}
-
-    def to_two_digits(p, m, v):
-        return {"over_ideal": round((p - 1) / (v * m), 2), "over_total": round((p - 1) / (v * m + p - 1), 2)}
+    names_exchanged = _both(lambda p, m, v: ((p - 1) / (v * m + p - 1), (p - 1) / (v * m)))
+    one_bubble_for_both = _both(lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (v * m)))
+    p_boundaries = _both(lambda p, m, v: (p / (v * m), p / (v * m + p)))
+    forgets_interleaving = _both(lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)))
+    more_stages_more_bubble = _both(lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))))
+    utilisation_for_bubble = _both(lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)))
+    naive_bubble = _both(lambda p, m, v: (p - 1, (p - 1) / p))
+    in_percent = _both(lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)))
+    idle_over_all_slots_of_all_ranks = _both(lambda p, m, v: ((p - 1) / (v * m * p), (p - 1) / (p * (v * m + p - 1))))
+    counts_all_stages_as_ranks = _both(lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)))
+    fills_and_drains_twice = _both(lambda p, m, v: (2 * (p - 1) / (v * m), 2 * (p - 1) / (v * m + 2 * (p - 1))))
+    idle_of_all_ranks = _both(lambda p, m, v: (p * (p - 1) / (v * m), p * (p - 1) / (v * m + p - 1)))
+    to_two_digits = _both(lambda p, m, v: (round((p - 1) / (v * m), 2), round((p - 1) / (v * m + p - 1), 2)))
 
     def right(p, m, v):
         """Add up a step of unit times on one rank."""
@@ -79,33 +67,26 @@ def _held(name, p, m, v):
     return {"naive": [1] * p, "gpipe": [m] * p, "1f1b": [min(m, p - i) for i in range(p)]}[name]
 
 
+def _but(other, held):
+    """Return an answer that is right but for one schedule, for which it is `held(p, m, v)`."""
+    return lambda name, p, m, v: held(p, m, v) if name == other else _held(name, p, m, v)
+
+
 class in_flight:
-    p_on_every_rank = lambda name, p, m, v: [min(m, p)] * p if name == "1f1b" else _held(name, p, m, v)
-
-    def last_rank_holds_most(name, p, m, v):
-        return [min(m, i + 1) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
-
-    def more_than_there_are(name, p, m, v):
-        return [p - i for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
-
-    def warmup_without_the_one_at_work(name, p, m, v):
-        return [min(m, p - 1 - i) for i in range(p)] if name == "1f1b" else _held(name, p, m, v)
-
-    def interleaved_like_plain(name, p, m, v):
-        return [min(m, p - i) for i in range(p)] if name == "interleaved" else _held(name, p, m, v)
-
+    p_on_every_rank = _but("1f1b", lambda p, m, v: [min(m, p)] * p)
+    last_rank_holds_most = _but("1f1b", lambda p, m, v: [min(m, i + 1) for i in range(p)])
+    more_than_there_are = _but("1f1b", lambda p, m, v: [p - i for i in range(p)])
+    warmup_without_the_one_at_work = _but("1f1b", lambda p, m, v: [min(m, p - 1 - i) for i in range(p)])
+    interleaved_like_plain = _but("interleaved", lambda p, m, v: [min(m, p - i) for i in range(p)])
     counts_stages_as_whole = lambda name, p, m, v: [count * v for count in _held(name, p, m, v)]
-    gpipe_holds_what_1f1b_holds = lambda name, p, m, v: _held("1f1b" if name == "gpipe" else name, p, m, v)
-    naive_holds_all = lambda name, p, m, v: _held("gpipe" if name == "naive" else name, p, m, v)
-
-    def first_rank_of_interleaved_less_one_each(name, p, m, v):
-        held = _held(name, p, m, v)
-        return [p * (1 + (p - 1) / (p * v)) - i for i in range(p)] if name == "interleaved" else held
-
-    def one_warm_up_forward_for_each_hop(name, p, m, v):
-        held = _held(name, p, m, v)
-        return [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)] if name == "interleaved" else held
-
+    gpipe_holds_what_1f1b_holds = _but("gpipe", lambda p, m, v: _held("1f1b", p, m, v))
+    naive_holds_all = _but("naive", lambda p, m, v: _held("gpipe", p, m, v))
+    first_rank_of_interleaved_less_one_each = _but(
+        "interleaved", lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)]
+    )
+    one_warm_up_forward_for_each_hop = _but(
+        "interleaved", lambda p, m, v: [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)]
+    )
     yields_without_end = lambda name, p, m, v: count()
     in_whole_micro_batches = lambda name, p, m, v: [round(held) for held in _held(name, p, m, v)]
 
@@ -155,21 +136,29 @@ def _rows(p, m, warmups):
     return rows
 
 
+def _plain(p, m):
+    return _rows(p, m, lambda i: p - 1 - i)
+
+
+def _halved(row, first, second):
+    """Return a row with two actions of these kinds in place of each backward."""
+    return " ".join(f"{a.replace('B', first)} {a.replace('B', second)}" if "B" in a else a for a in row.split())
+
+
 class one_f_one_b_schedule:
     all_forwards_first = lambda p, m: _rows(p, m, lambda i: m)
     one_forward_too_many = lambda p, m: _rows(p, m, lambda i: p - i)
     no_warmup = lambda p, m: _rows(p, m, lambda i: 0)
     warmup_turned_round = lambda p, m: _rows(p, m, lambda i: i)
-    loses_the_last_backwards = lambda p, m: [row.rsplit(" ", 1)[0] for row in _rows(p, m, lambda i: p - 1 - i)]
-
-    def backward_before_forward(p, m):
-        rows = _rows(p, m, lambda i: p - 1 - i)
-        return [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
+    loses_the_last_backwards = told(_plain, lambda rows: [row.rsplit(" ", 1)[0] for row in rows])
+    backward_before_forward = told(
+        _plain, lambda rows, p, m: [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
+    )
 
     def newest_backward_first(p, m):
         """A stack where a queue belongs: the last stage keeps the order and the others turn it round."""
         rows = []
-        for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i)):
+        for i, row in enumerate(_plain(p, m)):
             steps, held = [], []
             for action in row.split():
                 if "F" in action:
@@ -180,25 +169,16 @@ class one_f_one_b_schedule:
             rows.append(" ".join(steps))
         return rows
 
-    def splits_the_backward(p, m):
-        rows = _rows(p, m, lambda i: p - 1 - i)
-        return [
-            " ".join(f"{a.replace('B', 'I')} {a.replace('B', 'W')}" if "B" in a else a for a in row.split())
-            for row in rows
-        ]
-
-    def one_step_for_forward_and_backward(p, m):
-        rows = _rows(p, m, lambda i: p - 1 - i)
-        return [f"({p - 1}F1;{p - 1}B0)OVERLAP_F_B {row}" for row in rows]
-
+    splits_the_backward = told(_plain, lambda rows: [_halved(row, "I", "W") for row in rows])
+    one_step_for_forward_and_backward = told(
+        _plain, lambda rows, p: [f"({p - 1}F1;{p - 1}B0)OVERLAP_F_B {row}" for row in rows]
+    )
     rows_without_end = lambda p, m: repeat("0F0 0B0")
     a_row_without_end = lambda p, m: [repeat("0F0")] * p
-
-    def micro_batches_from_one(p, m):
-        rows = _rows(p, m, lambda i: p - 1 - i)
-        return [" ".join(f"{a[:2]}{int(a[2:]) + 1}" for a in row.split()) for row in rows]
-
-    ranks_without_order = lambda p, m: set(_rows(p, m, lambda i: p - 1 - i))
+    micro_batches_from_one = told(
+        _plain, lambda rows: [" ".join(f"{a[:2]}{int(a[2:]) + 1}" for a in row.split()) for row in rows]
+    )
+    ranks_without_order = told(_plain, lambda rows: set(rows))
     counts_for_rows = lambda p, m: [2 * m] * p
     one_stage_for_all = lambda p, m: [" ".join(f"0{kind}{k}" for k in range(m) for kind in "FB")] * p
 
@@ -242,7 +222,7 @@ class one_f_one_b_schedule:
 
     def right_4(p, m):
         """A chart: ranks in a dictionary, tuples of cells with idle slots."""
-        return {i: (None,) * i + tuple(row.split()) for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i))}
+        return {i: (None,) * i + tuple(row.split()) for i, row in enumerate(_plain(p, m))}
 
     def right_5(p, m):
         """Search: whoever can go backward does; tuples of stage, kind and micro-batch, yielded."""
@@ -260,9 +240,7 @@ class one_f_one_b_schedule:
 
     def right_6(p, m):
         """A text with the numbers of the ranks in front, and bars between the actions."""
-        return "\n".join(
-            f"Rank {i}: " + row.replace(" ", " | ") for i, row in enumerate(_rows(p, m, lambda i: p - 1 - i))
-        )
+        return "\n".join(f"Rank {i}: " + row.replace(" ", " | ") for i, row in enumerate(_plain(p, m)))
 
 
 def _halves(p, m, warmups, late):
@@ -302,25 +280,14 @@ def _greedy(p, m, order):
 
 
 class beat_1f1b:
-    plain_1f1b = lambda p, m: _rows(p, m, lambda i: p - 1 - i)
+    plain_1f1b = lambda p, m: _plain(p, m)
     twice_the_warmup = lambda p, m: _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
     all_weights_at_the_end = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: m)
+    weights_before_inputs = told(_plain, lambda rows: [_halved(row, "W", "I") for row in rows])
+    never_does_the_weights = told(_plain, lambda rows: [row.replace("B", "I") for row in rows])
 
-    def weights_before_inputs(p, m):
-        rows = beat_1f1b.plain_1f1b(p, m)
-        return [
-            " ".join(f"{a.replace('B', 'W')} {a.replace('B', 'I')}" if "B" in a else a for a in row.split())
-            for row in rows
-        ]
-
-    never_does_the_weights = lambda p, m: [row.replace("B", "I") for row in beat_1f1b.plain_1f1b(p, m)]
-
-    def right(p, m):
-        """As PyTorch's CSV, the halves of each backward beside each other."""
-        return [
-            ",".join(f"{c[0]}I{c[2:]},{c[0]}W{c[2:]}" if "B" in c else c for c in row.split())
-            for row in beat_1f1b.plain_1f1b(p, m)
-        ]
+    # As PyTorch's CSV, the halves of each backward beside each other.
+    right = told(_plain, lambda rows: [_halved(row, "I", "W").replace(" ", ",") for row in rows])
 
     # Slot by slot: a gradient first, then a forward, and weights while nothing else can run.
     right_2 = lambda p, m: _greedy(p, m, "IFW")
@@ -328,7 +295,7 @@ class beat_1f1b:
     def right_3(p, m):
         """Split the last backward alone on each rank but the first: the way up is then no longer than with all split."""
         rows = []
-        for i, row in enumerate(beat_1f1b.plain_1f1b(p, m)):
+        for i, row in enumerate(_plain(p, m)):
             cells = row.split()
             cells[-1:] = [f"{i}I{m - 1}", f"{i}W{m - 1}"]
             rows.append(cells)
@@ -351,7 +318,7 @@ class match_zb_h1:
     def right_3(p, m):
         """A queue of weight halves on each rank, in which never more than i wait."""
         text = ""
-        for i, plain in enumerate(beat_1f1b.plain_1f1b(p, m)):
+        for i, plain in enumerate(_plain(p, m)):
             row, waiting = [], deque()
             for action in plain.split():
                 row.append(action.replace("B", "I"))
@@ -363,59 +330,48 @@ class match_zb_h1:
         return text
 
 
-def _explained(before, after, **changes):
-    got = dict(_solution.explain_1f1b(before, after))
-    return got | {key: change(got, before, after) for key, change in changes.items()}
+def _explained(**changes):
+    """Return an answer in which these entries are other ones, each made of the right answer and of what was asked."""
+
+    def answer(before, after):
+        got = dict(_solution.explain_1f1b(before, after))
+        return got | {key: change(got, before, after) for key, change in changes.items()}
+
+    return answer
+
+
+def _takes_for(name, sign):
+    """Return an answer that takes whatever shows a sign for the one change: `sign(before, after)`."""
+    return _explained(changed=lambda got, b, a: name if sign(b, a) else got["changed"])
+
+
+def _idle_share(a):
+    return a["idle"][0] / (a["busy"][0] + a["idle"][0])
 
 
 class explain_1f1b:
-    def without_the_idea_shorter_waits_are_smaller_micro_batches(before, after):
-        less = after["idle"][0] < before["idle"][0]
-        return _explained(before, after, changed=lambda got, b, a: "smaller micro-batches" if less else got["changed"])
-
-    def less_held_is_another_order(before, after):
-        less = after["held"][0] < before["held"][0]
-        return _explained(before, after, changed=lambda got, b, a: "1f1b for gpipe" if less else got["changed"])
-
-    def more_held_is_more_stages(before, after):
-        more = after["held"][-1] > before["held"][-1] and after["busy"] == before["busy"]
-        return _explained(before, after, changed=lambda got, b, a: "more stages a rank" if more else got["changed"])
-
-    the_order_stays = lambda before, after: _explained(before, after, schedule=lambda got, b, a: b["schedule"])
-
-    def halves_are_still_1f1b(before, after):
-        named = lambda got, b, a: got["schedule"].replace("zb-h1", "1f1b")
-        return _explained(before, after, schedule=named)
-
-    def same_share_of_idle_time(before, after):
-        share = lambda got, b, a: a["idle"][0] / (a["busy"][0] + a["idle"][0])
-        return _explained(before, after, idle_over_total=share)
-
-    def over_the_ideal_time(before, after):
-        return _explained(before, after, idle_over_total=lambda got, b, a: a["idle"][0] / (2 * a["busy"][0]))
-
-    def half_the_share(before, after):
-        share = lambda got, b, a: a["idle"][0] / (a["busy"][0] + a["idle"][0]) / 2
-        return _explained(before, after, idle_over_total=share)
-
-    holds_twice_as_much = lambda before, after: _explained(
-        before, after, held=lambda got, b, a: [2 * held for held in a["held"]]
+    without_the_idea_shorter_waits_are_smaller_micro_batches = _takes_for(
+        "smaller micro-batches", lambda b, a: a["idle"][0] < b["idle"][0]
     )
-    holds_what_it_held = lambda before, after: _explained(before, after, held=lambda got, b, a: a["held"])
-    in_percent = lambda before, after: _explained(
-        before, after, idle_over_total=lambda got, b, a: 100 * got["idle_over_total"]
+    less_held_is_another_order = _takes_for("1f1b for gpipe", lambda b, a: a["held"][0] < b["held"][0])
+    more_held_is_more_stages = _takes_for(
+        "more stages a rank", lambda b, a: a["held"][-1] > b["held"][-1] and a["busy"] == b["busy"]
     )
-    to_two_digits = lambda before, after: _explained(
-        before, after, idle_over_total=lambda got, b, a: round(got["idle_over_total"], 2)
+    the_order_stays = _explained(schedule=lambda got, b, a: b["schedule"])
+    halves_are_still_1f1b = _explained(schedule=lambda got, b, a: got["schedule"].replace("zb-h1", "1f1b"))
+    same_share_of_idle_time = _explained(idle_over_total=lambda got, b, a: _idle_share(a))
+    over_the_ideal_time = _explained(idle_over_total=lambda got, b, a: a["idle"][0] / (2 * a["busy"][0]))
+    half_the_share = _explained(idle_over_total=lambda got, b, a: _idle_share(a) / 2)
+    holds_twice_as_much = _explained(held=lambda got, b, a: [2 * held for held in a["held"]])
+    holds_what_it_held = _explained(held=lambda got, b, a: a["held"])
+    in_percent = _explained(idle_over_total=lambda got, b, a: 100 * got["idle_over_total"])
+    to_two_digits = _explained(idle_over_total=lambda got, b, a: round(got["idle_over_total"], 2))
+    all_hold_what_the_fullest_holds = _explained(held=lambda got, b, a: [max(got["held"])] * len(got["held"]))
+    holds_without_end = _explained(held=lambda got, b, a: count())
+    any_name_with_the_word = _explained(
+        schedule=lambda got, b, a: got["schedule"].replace("interleaved", "not interleaved")
     )
-    all_hold_what_the_fullest_holds = lambda before, after: _explained(
-        before, after, held=lambda got, b, a: [max(got["held"])] * len(got["held"])
-    )
-    holds_without_end = lambda before, after: _explained(before, after, held=lambda got, b, a: count())
-    any_name_with_the_word = lambda before, after: _explained(
-        before, after, schedule=lambda got, b, a: got["schedule"].replace("interleaved", "not interleaved")
-    )
-    in_his_own_words = lambda before, after: _explained(before, after, changed=lambda got, b, a: "the schedule")
+    in_his_own_words = _explained(changed=lambda got, b, a: "the schedule")
 
     def right(before, after):
         """Ratios of what is seen, and a table of them."""

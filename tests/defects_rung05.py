@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lablib.toys.torch_names import all_gather, reduce_scatter
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 
 def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
@@ -50,12 +50,8 @@ class state_bytes:
             left -= ranks
         return _bytes(params, ranks, stage)
 
-    def of_the_last_rank(params, ranks, stage):
-        return _bytes(params, ranks, stage, shard=lambda p, n: p + (n - 1) * (-p // n))
-
-    of_all_ranks = lambda params, ranks, stage: {
-        name: ranks * size for name, size in _bytes(params, ranks, stage).items()
-    }
+    of_the_last_rank = lambda *case: _bytes(*case, shard=lambda p, n: p + (n - 1) * (-p // n))
+    of_all_ranks = told(_bytes, lambda found, ranks: {name: ranks * size for name, size in found.items()})
     one_too_many = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n + 1)
     bits = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(16, 16, 96))
     parameters_alone = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(1, 1, 1))
@@ -268,11 +264,10 @@ class zero3_step:
 
         return _step3(layers, x, gather, release, forward, turned, scatter)
 
-    def scatters_under_the_next_number(layers, x, gather, release, forward, backward, scatter):
-        return _step3(layers, x, gather, release, forward, backward, lambda k, g: scatter((k + 1) % layers, g))
-
-    def runs_on_a_copy(layers, x, gather, release, forward, backward, scatter):
-        return _step3(layers, x, lambda k: list(gather(k)), release, forward, backward, scatter)
+    scatters_under_the_next_number = asked(
+        _step3, scatter=lambda layers, scatter: lambda k, g: scatter((k + 1) % layers, g)
+    )
+    runs_on_a_copy = asked(_step3, gather=lambda gather: lambda k: list(gather(k)))
 
     def scatters_when_all_is_done(layers, x, gather, release, forward, backward, scatter):
         """Stage 3 without stage 2."""
@@ -306,8 +301,7 @@ class zero3_step:
             x = list(x)
         return []
 
-    def takes_the_pair_the_other_way(layers, x, gather, release, forward, backward, scatter):
-        return _step3(layers, x, gather, release, forward, lambda *task: backward(*task)[::-1], scatter)
+    takes_the_pair_the_other_way = asked(_step3, backward=lambda backward: lambda *task: backward(*task)[::-1])
 
     def divides_by_the_ranks_as_well(layers, x, gather, release, forward, backward, scatter):
         ranks = {4: 4, 3: 2, 6: 3}[layers]  # as if it knew them
@@ -315,9 +309,7 @@ class zero3_step:
             layers, x, gather, release, forward, backward, lambda k, g: scatter(k, [value / ranks for value in g])
         )
 
-    def returns_the_gradients_again(layers, x, gather, release, forward, backward, scatter):
-        shards = _step3(layers, x, gather, release, forward, backward, scatter)
-        return [[value * 2 for value in row] for row in shards]
+    returns_the_gradients_again = told(_step3, lambda shards: [[value * 2 for value in row] for row in shards])
 
     def right(layers, x, gather, release, forward, backward, scatter):
         """Second solution: each layer runs, calls the rest, and finishes on the way back; the next is gathered ahead."""
@@ -405,7 +397,6 @@ class zero_tradeoffs:
     highest_of_a_tie = _other(choose=lambda sent, held: min(sent, key=lambda k: (sent[k], -k), default=None))
     stage_3_where_nothing_fits = _other(choose=lambda sent, held: min(sent, key=sent.get, default=3))
     least_memory = _other(choose=lambda sent, held: min(sent, key=lambda k: held[k], default=None))
-
     every_stage_adds_traffic = _other(units=lambda k, m: (2, 3, 3, 4)[k])
     accumulation_is_free = _other(units=lambda k, m: (2, 2, 2, 3)[k])
     ddp_sends_in_every_micro_batch = _other(units=lambda k, m: (2 * m, 2, m + 1, 3 * m)[k])
@@ -422,12 +413,10 @@ class zero_tradeoffs:
     four_byte_gradients_sent = _other(units=lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k])
     four_byte_elements = _other(unit=lambda p, n: 4 * p * (n - 1) / n)
     sends_to_itself = _other(unit=lambda p, n: 2 * p)
-
     gradients_in_fp32 = _other(each=(2, 4, 12))
     no_master_weights = _other(each=(2, 2, 8))
     stage_2_without_optimizer = _other(each=(2, 2, 0))
     fractions_of_a_parameter = _other(shard=lambda p, n: p / n)
-
     ddp_reduces_every_micro_batch = _other(units=lambda k, m: (m + 1, 2, m + 1, 3 * m)[k])
     stage_3_all_reduces_gradients = _other(units=lambda k, m: (2, 2, m + 1, 4 * m)[k])
     padding_sent_too = _other(unit=lambda p, n: 2 * -(-p // n) * (n - 1))
@@ -441,15 +430,13 @@ class zero_tradeoffs:
             left -= min(left, max(0, (budget - 16 * params) // activations))
         return _tradeoffs(params, ranks, sequences, activations, budget)
 
-    def activations_held_too(p, n, s, activations, b):
-        found = _tradeoffs(p, n, s, activations, b)
-        return found | {"held": [held + activations for held in found["held"]]}
-
-    def held_by_all_ranks(p, ranks, s, a, b):
-        found = _tradeoffs(p, ranks, s, a, b)
-        return found | {"held": [held * ranks for held in found["held"]]}
-
-    ranks_forgotten = lambda p, n, sequences, a, b: _tradeoffs(p, n, n * sequences, a, b)
+    activations_held_too = told(
+        _tradeoffs, lambda found, activations: found | {"held": [held + activations for held in found["held"]]}
+    )
+    held_by_all_ranks = told(
+        _tradeoffs, lambda found, ranks: found | {"held": [held * ranks for held in found["held"]]}
+    )
+    ranks_forgotten = asked(_tradeoffs, sequences=lambda ranks, sequences: ranks * sequences)
     states_forgotten = lambda p, n, s, a, budget: _tradeoffs(
         p, n, s, a, budget, count=lambda own, room, size: -(-own // (budget // size))
     )

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from torch import nn
 
-from tests.planted import listed
+from tests.planted import asked, listed
 
 
 def _count(
@@ -43,10 +43,7 @@ class count_collectives:
     last_unit_not_again = lambda *case: _count(*case, last_again=False)
     gathers_once_a_step = lambda *case: _count(*case, gather_every=False)
     scatters_in_forward_too = lambda *case: _count(*case, scatters_each=2)
-
-    def always_reduces(root, units, reshard, micro_batches, sync_every):
-        return _count(root, units, reshard, micro_batches, sync_every, scatter_turns=micro_batches)
-
+    always_reduces = asked(_count, scatter_turns=lambda micro_batches: micro_batches)
     root_without_gradients = lambda *case: _count(*case, root_scatters=False)
     root_not_gathered = lambda *case: _count(*case, root_passes=0)
 
@@ -254,14 +251,9 @@ class write_checkpoint:
     does_not_wait = lambda *args: _write(*args, wait=False)
     leaves_the_rest_of_a_crash = lambda *args: _write(*args, clear=False)
     clears_while_others_write = lambda *args: _write(*args, wait_after_clear=False)
-
-    def without_the_optimizer(disk, rank, ranks, step, state, barrier):
-        _write(disk, rank, ranks, step, state, barrier, content={"model": state["model"], "step": step})
-
-    def without_the_step(disk, rank, ranks, step, state, barrier):
-        _write(disk, rank, ranks, step, state, barrier, content=dict(state))
-
-    everybody_publishes = lambda *args: _write(*args, publishers=range(args[2]))
+    without_the_optimizer = asked(_write, content=lambda state, step: {"model": state["model"], "step": step})
+    without_the_step = asked(_write, content=lambda state: dict(state))
+    everybody_publishes = asked(_write, publishers=lambda ranks: range(ranks))
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
 
@@ -358,8 +350,8 @@ class choose_wrapping:
 
     fewest_messages = lambda *case: _choose(*case, pick=lambda units, held, seconds: len(units))
     least_memory = lambda *case: _choose(*case, pick=lambda units, held, seconds: held)
-    ignores_the_budget = lambda parts, tied, budget, price: _choose(parts, tied, 10**12, price)
-    half_of_the_budget_is_enough = lambda parts, tied, budget, price: _choose(parts, tied, budget // 2, price)
+    ignores_the_budget = asked(_choose, budget=10**12)
+    half_of_the_budget_is_enough = asked(_choose, budget=lambda budget: budget // 2)
 
     def tables_alone(parts, tied, budget, price):
         return {"units": [["embed", "head"]] if tied else [["embed"], ["head"]], "reshard": True}

@@ -10,7 +10,7 @@ import numpy as np
 
 from lablib.calc.layouts import CASES, plan_case, score
 from lablib.calc.layouts.planner import Layout
-from tests.planted import listed
+from tests.planted import asked, listed
 
 
 class coordinates:
@@ -88,9 +88,9 @@ class sketch:
 
         return _sketch(sizes, gpus_per_node, groups=neighbours)
 
-    def the_order_turned_round(sizes, gpus_per_node):
-        turned = dict(reversed(sizes.items()))
-        return _sketch(sizes, gpus_per_node, groups=lambda _, axis: _groups(turned, axis))
+    the_order_turned_round = asked(
+        _sketch, groups=lambda sizes: lambda _, axis: _groups(dict(reversed(sizes.items())), axis)
+    )
 
     def ranks_that_are_equal_here(sizes, gpus_per_node):
         """Takes the ranks with the same coordinate on the axis for its group."""
@@ -101,17 +101,14 @@ class sketch:
 
         return _sketch(sizes, gpus_per_node, groups=same)
 
-    def without_the_idea_crossing_by_size(sizes, gpus_per_node):
-        return _sketch(sizes, gpus_per_node, crosses=lambda axis: sizes[axis] > gpus_per_node)
-
-    def crossing_by_the_first_group(sizes, gpus_per_node):
-        return _sketch(sizes, gpus_per_node, crosses=lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node))
-
-    def all_but_the_first_axis_cross(sizes, gpus_per_node):
-        return _sketch(sizes, gpus_per_node, crosses=lambda axis: axis != next(iter(sizes)))
-
-    def only_the_first_group(sizes, gpus_per_node):
-        return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
+    without_the_idea_crossing_by_size = asked(
+        _sketch, crosses=lambda sizes, gpus_per_node: lambda axis: sizes[axis] > gpus_per_node
+    )
+    crossing_by_the_first_group = asked(
+        _sketch, crosses=lambda sizes, gpus_per_node: lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node)
+    )
+    all_but_the_first_axis_cross = asked(_sketch, crosses=lambda sizes: lambda axis: axis != next(iter(sizes)))
+    only_the_first_group = lambda *case: _sketch(*case, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
 
     def crossing_if_stride_times_size_does_not_divide(sizes, gpus_per_node):
         """The rule of thumb, applied to an axis of one rank and to a node that the job does not fill."""
@@ -133,8 +130,7 @@ class sketch:
             groups[next(iter(sizes))][0].pop()
         return {"groups": groups, "crossing": []}
 
-    def one_group_of_all(sizes, gpus_per_node):
-        return _sketch(sizes, gpus_per_node, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
+    one_group_of_all = lambda *case: _sketch(*case, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
     def right(sizes, gpus_per_node):
         """Second solution: every corner of the other axes, and from it along this one."""
@@ -268,25 +264,25 @@ _RIGHT = {
 }
 
 
+def _for(one, **fields):
+    """Return an answer that is right but for one case."""
+    return lambda case: fields if case == one else _RIGHT[case]
+
+
 class plan_cluster:
     # The early print of Llama 3's table: half of the GPUs have nothing to do.
     factors_that_do_not_multiply = lambda case: _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
 
-    def weights_must_fit(case):
-        """Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not."""
-        return {"tp": 8, "pp": 4, "dp": 2, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
-
+    # Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not.
+    weights_must_fit = _for("gpt-175b", tp=8, pp=4, dp=2, recompute="full")
     everything_recomputed = lambda case: _RIGHT[case] | {"recompute": "full"}
 
-    def everything_sharded_over_replicas(case):
-        """ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch."""
-        return {"dp": 64, "zero": 3, "recompute": "full"} if case == "gpt-175b" else _RIGHT[case]
+    # ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch.
+    everything_sharded_over_replicas = _for("gpt-175b", dp=64, zero=3, recompute="full")
 
-    def one_micro_batch_a_stage(case):
-        """Llama's degrees without its chunks: the pipeline is empty for nearly half of the step."""
-        return {"tp": 8, "pp": 16, "dp": 128, "zero": 2} if case == "llama-405b" else _RIGHT[case]
-
-    a_stage_for_every_layer = lambda case: {"tp": 4, "pp": 60, "dp": 4} if case == "gpt-76b" else _RIGHT[case]
+    # Llama's degrees without its chunks: the pipeline is empty for nearly half of the step.
+    one_micro_batch_a_stage = _for("llama-405b", tp=8, pp=16, dp=128, zero=2)
+    a_stage_for_every_layer = _for("gpt-76b", tp=4, pp=60, dp=4)
 
     def right(case):
         """Second solution: try the layouts that put tp in the node, stages next, and score them."""

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 
 def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=None):
@@ -26,31 +26,22 @@ def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=Non
 
 
 class round_to:
-    def cuts_off_the_rest(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, how=math.trunc)
-
-    def halves_go_up(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.floor(steps + 0.5))
+    cuts_off_the_rest = lambda *case: _rounded(*case, how=math.trunc)
+    halves_go_up = lambda *case: _rounded(*case, how=lambda steps: math.floor(steps + 0.5))
 
     def no_subnormals(x, exponent_bits, mantissa_bits):
         bias = 2 ** (exponent_bits - 1) - 1
         return 0.0 if abs(x) < 2.0 ** (1 - bias) else _rounded(x, exponent_bits, mantissa_bits)
 
-    def gap_shrinks_for_ever(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, floor=lambda bias: -1000)
-
-    def saturates(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, largest=lambda top: top)
+    gap_shrinks_for_ever = lambda *case: _rounded(*case, floor=lambda bias: -1000)
+    saturates = lambda *case: _rounded(*case, largest=lambda top: top)
 
     # Takes the exponent of frexp for that of the power of two below.
-    gap_of_the_power_above = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits - 1)
-
-    def infinity_without_its_sign(x, exponent_bits, mantissa_bits):
-        rounded = _rounded(x, exponent_bits, mantissa_bits)
-        return math.inf if math.isinf(rounded) else rounded
+    gap_of_the_power_above = asked(_rounded, mantissa_bits=lambda mantissa_bits: mantissa_bits - 1)
+    infinity_without_its_sign = told(_rounded, lambda rounded: math.inf if math.isinf(rounded) else rounded)
 
     # Counts the leading one, which is not stored, as a mantissa bit that is.
-    one_bit_too_many = lambda x, exponent_bits, mantissa_bits: _rounded(x, exponent_bits, mantissa_bits + 1)
+    one_bit_too_many = asked(_rounded, mantissa_bits=lambda mantissa_bits: mantissa_bits + 1)
 
     def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
         largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
@@ -72,13 +63,9 @@ class round_to:
             return math.inf if x > 0 else -math.inf
         return rounded
 
-    def rounds_up_always(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, how=lambda steps: math.copysign(math.ceil(abs(steps)), steps))
-
-    def rounds_negatives_down(x, exponent_bits, mantissa_bits):
-        return _rounded(x, exponent_bits, mantissa_bits, how=math.floor if x < 0 else round)
-
-    loses_the_sign = lambda x, exponent_bits, mantissa_bits: abs(_rounded(x, exponent_bits, mantissa_bits))
+    rounds_up_always = lambda *case: _rounded(*case, how=lambda steps: math.copysign(math.ceil(abs(steps)), steps))
+    rounds_negatives_down = asked(_rounded, how=lambda x: math.floor if x < 0 else round)
+    loses_the_sign = told(_rounded, lambda rounded: abs(rounded))
 
     def waits_for_zero_to_grow(x, exponent_bits, mantissa_bits):
         size, power = abs(x), 0
@@ -137,9 +124,7 @@ def _scaler(weights, gradients, scale, good_steps, lr, interval, divide=None, fi
 
 class scaler_step:
     never_unscales = lambda *args: _scaler(*args, divide=lambda g: g.float())
-
-    def unscales_in_fp16(weights, gradients, scale, *rest):
-        return _scaler(weights, gradients, scale, *rest, divide=lambda g: (g / scale).float())
+    unscales_in_fp16 = asked(_scaler, divide=lambda scale: lambda g: (g / scale).float())
 
     def never_leaves_fp16(weights, gradients, scale, good_steps, lr, interval):
         _, *rest = _scaler(weights, gradients, scale, good_steps, lr, interval)
@@ -150,18 +135,12 @@ class scaler_step:
         """A sum in fp16 may be infinite where each value is finite."""
         return _scaler(*args) if _finite(g.sum() for g in args[1]) else (args[0], args[2] / 2, 0)
 
-    def doubles_before_it_divides(weights, gradients, scale, good_steps, lr, interval):
-        grows = good_steps + 1 == interval
-        return _scaler(
-            weights,
-            gradients,
-            scale,
-            good_steps,
-            lr,
-            interval,
-            divide=lambda g: g.float() / (2 * scale if grows else scale),
-        )
-
+    doubles_before_it_divides = asked(
+        _scaler,
+        divide=lambda scale, good_steps, interval: (
+            lambda g: g.float() / scale / (2 if good_steps + 1 == interval else 1)
+        ),
+    )
     looks_at_the_first_tensor = lambda *args: _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
 
     def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
@@ -169,24 +148,15 @@ class scaler_step:
         new = _sgd(weights, kept, lr)
         return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
 
-    def scale_never_shrinks(weights, gradients, scale, *rest):
-        new, found, good = _scaler(weights, gradients, scale, *rest)
-        return new, max(found, scale), good
-
-    def scale_never_grows(weights, gradients, scale, *rest):
-        new, found, good = _scaler(weights, gradients, scale, *rest)
-        return new, min(found, scale), good
-
-    def counts_on_after_an_overflow(weights, gradients, scale, good_steps, *rest):
-        new, found, good = _scaler(weights, gradients, scale, good_steps, *rest)
-        return new, found, good if _finite(gradients) else good_steps
-
-    def counts_on_after_growing(weights, gradients, scale, good_steps, lr, interval):
-        new, found, _ = _scaler(weights, gradients, scale, good_steps, lr, interval)
-        return new, found, good_steps + 1 if _finite(gradients) else 0
-
-    def grows_a_step_late(weights, gradients, scale, good_steps, lr, interval):
-        return _scaler(weights, gradients, scale, good_steps, lr, interval + 1)
+    scale_never_shrinks = told(_scaler, lambda found, scale: (found[0], max(found[1], scale), found[2]))
+    scale_never_grows = told(_scaler, lambda found, scale: (found[0], min(found[1], scale), found[2]))
+    counts_on_after_an_overflow = told(
+        _scaler, lambda found, gradients, good_steps: (*found[:2], found[2] if _finite(gradients) else good_steps)
+    )
+    counts_on_after_growing = told(
+        _scaler, lambda found, gradients, good_steps: (*found[:2], good_steps + 1 if _finite(gradients) else 0)
+    )
+    grows_a_step_late = asked(_scaler, interval=lambda interval: interval + 1)
 
     def right(weights, gradients, scale, good_steps, lr, interval):
         """Second solution: one flat fp32 vector, whose sum with zeros is NaN if anything is not finite, in place."""
@@ -199,22 +169,15 @@ class scaler_step:
         good_steps = (good_steps + 1) % interval
         return weights, scale if good_steps else scale * 2, good_steps
 
-    def averages_over_tensors(weights, gradients, scale, *rest):
-        return _scaler(weights, gradients, scale, *rest, divide=lambda g: g.float() / scale / len(gradients))
+    averages_over_tensors = asked(_scaler, divide=lambda gradients, scale: lambda g: g.float() / scale / len(gradients))
 
     def loses_the_weights_of_a_skipped_step(weights, *rest):
         new, scale, good = _scaler(weights, *rest)
         return [None if each is old else each for each, old in zip(new, weights, strict=True)], scale, good
 
-    def multiplies_once_more(weights, gradients, scale, *rest):
-        return _scaler(weights, gradients, scale, *rest, divide=lambda g: g.float() * scale)
-
-    def forgets_the_learning_rate(weights, gradients, scale, good_steps, lr, interval):
-        return _scaler(weights, gradients, scale, good_steps, 1.0, interval)
-
-    def weights_in_16_bits(weights, gradients, *rest):
-        new, scale, good = _scaler(weights, gradients, *rest)
-        return [w.half() for w in new], scale, good
+    multiplies_once_more = asked(_scaler, divide=lambda scale: lambda g: g.float() * scale)
+    forgets_the_learning_rate = asked(_scaler, lr=1.0)
+    weights_in_16_bits = told(_scaler, lambda found: ([w.half() for w in found[0]], *found[1:]))
 
     def right_2(weights, gradients, scale, good_steps, lr, interval):
         """Add with the step's factor, in fp64, and look at the largest magnitude; numpy's numbers come back."""
@@ -403,10 +366,7 @@ class fp8_round_trip:
 
     never_scales_back = lambda x, rows, columns: _trip(x, rows, columns, back=False)
     no_scale = lambda x, rows, columns: x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-
-    def largest_not_magnitude(x, rows, columns):
-        return _trip(x, rows, columns, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
-
+    largest_not_magnitude = lambda *case: _trip(*case, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
     e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
     e5m2_up_to_448 = lambda x, rows, columns: _trip(x, rows, columns, dtype=torch.float8_e5m2)
     # INT8's rule: evenly spaced, up to 127.
@@ -449,9 +409,7 @@ class fp8_round_trip:
             below = row + rows
         return x[:below]
 
-    def power_of_two(x, rows, columns):
-        return _trip(x, rows, columns, exact=lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
-
+    power_of_two = lambda *case: _trip(*case, exact=lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
     top_of_ieee = lambda x, rows, columns: _trip(x, rows, columns, top=240.0)
     to_one = lambda x, rows, columns: _trip(x, rows, columns, top=1.0)
 

@@ -289,21 +289,13 @@ class checkpoint:
             return _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
     seeds_forward_and_replay = _function(own_seed=True)
-
     new_random_numbers = _function(random=False)
-
     random_state_left_behind = _function(fork=False)
-
     graph_kept_in_forward = _function(graph=True)
-
     replays_from_the_output = _function(keep="output")
-
     ones_for_the_gradient = _function(seed="ones")
-
     replays_twice = _function(times=2)
-
     dropout_off_in_the_replay = _function(train=False)
-
     weights_get_nothing = lambda block, x: _WithoutWeights.apply(x, block)
     # Starts the replay from the saved input itself, so that its backward goes on into the block before.
     replay_not_detached = lambda block, x: _Attached.apply(x, block)
@@ -398,6 +390,11 @@ def _choose(job, *, leave=(), peak=None, key=None, budget=None):
     return dict(zip(("strategy", "peak", "extra"), best, strict=True))
 
 
+def _peak(of):
+    """Return an answer with another peak: `of(job, kind, n, forward, replay)`."""
+    return lambda job: _choose(job, peak=lambda *moments: of(job, *moments))
+
+
 class choose:
     always_full = lambda job: _choose(job, leave=("none", "selective", "first"))
     never_selective = lambda job: _choose(job, leave=("selective",))
@@ -408,30 +405,24 @@ class choose:
     segments_of_the_square_root = lambda job: _choose(
         job, leave=[f"every:{k}" for k in range(1, job.layers + 1) if k != round(job.layers**0.5)]
     )
-    adds_the_moments = lambda job: _choose(job, peak=lambda kind, n, forward, replay: forward + replay)
+    adds_the_moments = _peak(lambda job, kind, n, forward, replay: forward + replay)
     least_bytes = lambda job: _choose(job, key=lambda choice: choice[1])
     any_length_of_segment = lambda job: _choose(job, key=lambda choice: choice[2])
     without_the_idea_the_checks_own_list = lambda job: best_choice(job)
-    without_the_idea_end_of_forward = lambda job: _choose(job, peak=lambda kind, n, forward, replay: forward)
-    without_the_idea_the_replay_alone = lambda job: _choose(
-        job, peak=lambda kind, n, forward, replay: forward if kind == "none" else replay
+    without_the_idea_end_of_forward = _peak(lambda job, kind, n, forward, replay: forward)
+    without_the_idea_the_replay_alone = _peak(
+        lambda job, kind, n, forward, replay: forward if kind == "none" else replay
     )
 
-    def without_the_idea_a_replay_of_cores_alone(job):
-        """End of forward for blocks, and for cores what the replay adds, even where that is less than nothing."""
+    # End of forward for blocks, and for cores what the replay adds, even where that is less than nothing.
+    without_the_idea_a_replay_of_cores_alone = _peak(
+        lambda job, kind, n, forward, replay: forward + (job.core - job.behind) * (kind == "selective")
+    )
 
-        def added(kind, n, forward, replay):
-            return forward + job.core - job.behind if kind == "selective" else forward
-
-        return _choose(job, peak=added)
-
-    def without_the_idea_full_is_stored_and_one_block(job):
-        """Adds one replay to the end of forward, as if the head were still there."""
-
-        def late(kind, n, forward, replay):
-            return max(forward, replay + job.head) if replay else forward
-
-        return _choose(job, peak=late)
+    # Adds one replay to the end of forward, as if the head were still there.
+    without_the_idea_full_is_stored_and_one_block = _peak(
+        lambda job, kind, n, forward, replay: max(forward, replay + job.head) if replay else forward
+    )
 
     def inputs_are_free(job):
         """Takes recomputed blocks to keep nothing at all."""
@@ -443,25 +434,16 @@ class choose:
 
         return _choose(job, peak=free)
 
-    def all_kept_blocks_stay(job):
-        """Adds the replay to the end of forward, as if the blocks behind it were still there."""
-
-        def late(kind, n, forward, replay):
-            return forward + job.block - job.boundary if kind == "first" else max(forward, replay)
-
-        return _choose(job, peak=late)
-
-    def behind_forgotten(job):
-        def whole(kind, n, forward, replay):
-            return max(forward, replay + job.behind) if kind == "selective" else max(forward, replay)
-
-        return _choose(job, peak=whole)
-
-    def head_forgotten(job):
-        def without(kind, n, forward, replay):
-            return max(forward - job.head, replay)
-
-        return _choose(job, peak=without)
+    # Adds the replay to the end of forward, as if the blocks behind it were still there.
+    all_kept_blocks_stay = _peak(
+        lambda job, kind, n, forward, replay: (
+            forward + job.block - job.boundary if kind == "first" else max(forward, replay)
+        )
+    )
+    behind_forgotten = _peak(
+        lambda job, kind, n, forward, replay: max(forward, replay + job.behind * (kind == "selective"))
+    )
+    head_forgotten = _peak(lambda job, kind, n, forward, replay: max(forward - job.head, replay))
 
     def one_block_of_a_segment(job):
         def one(kind, n, forward, replay):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 
 def _ring(row, rank, ranks, exchange, *, halves=(True, True), first=0, cut=None, add_again=False, short=0):
@@ -209,34 +209,19 @@ def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cr
 
 
 class choose_algorithm:
-    def no_latency(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, ring=(0, 2 * (ranks - 1) / ranks))
+    no_latency = asked(_choose, ring=lambda ranks: (0, 2 * (ranks - 1) / ranks))
+    latency_once = asked(_choose, ring=lambda ranks: (2, 2 * (ranks - 1) / ranks))
+    reduce_scatter_only = asked(_choose, ring=lambda ranks: (ranks - 1, (ranks - 1) / ranks))
+    without_the_idea_always_the_ring = asked(_choose, best="ring")
 
-    def latency_once(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, ring=(2, 2 * (ranks - 1) / ranks))
-
-    def reduce_scatter_only(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, ring=(ranks - 1, (ranks - 1) / ranks))
-
-    def without_the_idea_always_the_ring(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, best="ring")
-
-    def where_latency_equals_bytes(size, ranks, bandwidth, latency):
-        """Takes the size where the ring's own two terms are equal for the crossover."""
-        return _choose(size, ranks, bandwidth, latency, cross=ranks * latency * bandwidth)
-
-    in_bits = lambda size, ranks, bandwidth, latency: _choose(8 * size, ranks, bandwidth, latency)
-
-    def n_steps_in_each_half(size, ranks, bandwidth, latency):
-        return _choose(size, ranks, bandwidth, latency, ring=(2 * ranks, 2))
-
-    def levels_rounded_down(size, ranks, bandwidth, latency):
-        levels = max(1, math.floor(math.log2(ranks)))
-        return _choose(size, ranks, bandwidth, latency, tree=(2 * levels, 2 * levels))
-
-    def crossover_in_seconds_a_byte(size, ranks, bandwidth, latency):
-        right = _choose(size, ranks, bandwidth, latency)
-        return {**right, "crossover": right["crossover"] / bandwidth}
+    # Takes the size where the ring's own two terms are equal for the crossover.
+    where_latency_equals_bytes = asked(_choose, cross=lambda ranks, latency, bandwidth: ranks * latency * bandwidth)
+    in_bits = asked(_choose, size=lambda size: 8 * size)
+    n_steps_in_each_half = asked(_choose, ring=lambda ranks: (2 * ranks, 2))
+    levels_rounded_down = asked(_choose, tree=lambda ranks: [2 * max(1, math.floor(math.log2(ranks)))] * 2)
+    crossover_in_seconds_a_byte = told(
+        _choose, lambda right, bandwidth: right | {"crossover": right["crossover"] / bandwidth}
+    )
 
     def crossover_below_zero(size, ranks, bandwidth, latency):
         """Where the ring always wins, the two lines cross left of zero."""
@@ -250,15 +235,9 @@ class choose_algorithm:
             bound += 1
         return bound
 
-    def names_exchanged(size, ranks, bandwidth, latency):
-        right = _choose(size, ranks, bandwidth, latency)
-        return {**right, "ring": right["tree"], "tree": right["ring"]}
-
-    def no_crossover(size, ranks, bandwidth, latency):
-        right = _choose(size, ranks, bandwidth, latency)
-        return {**right, "crossover": right["crossover"] or None}
-
-    best_in_a_list = lambda size, ranks, bandwidth, latency: _choose(size, ranks, bandwidth, latency, best=["ring"])
+    names_exchanged = told(_choose, lambda right: right | {"ring": right["tree"], "tree": right["ring"]})
+    no_crossover = told(_choose, lambda right: right | {"crossover": right["crossover"] or None})
+    best_in_a_list = asked(_choose, best=["ring"])
 
     def right_3(size, ranks, bandwidth, latency):
         """An object, and the first whole byte from which the ring is faster."""
@@ -328,6 +307,11 @@ def _best(axes, per_host, choose=None, count=None):
     return order, (count or _leaving)(order, axes, per_host)
 
 
+def _counting(**how):
+    """Return an answer with the right order, and its bytes counted otherwise."""
+    return lambda *case: _best(*case, count=lambda order, axes, per_host: _leaving(order, axes, per_host, **how))
+
+
 @dataclass
 class Placement:
     order: Iterator[str]
@@ -339,25 +323,17 @@ class place:
         rank = ("tp", "pp", "dp")
         return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=rank.index)))
 
-    def largest_payload_inside(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
-
-    def largest_payload_outside(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
-
-    def counts_what_stays_inside(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, crossing=False))
+    largest_payload_inside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
+    largest_payload_outside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
+    counts_what_stays_inside = _counting(crossing=False)
 
     def stages_send_one_way(axes, ranks_per_host):
         orders = list(itertools.permutations(axes))
         order = min(orders, key=lambda names: _leaving(names, axes, ranks_per_host, back=False))
         return order, _leaving(order, axes, ranks_per_host, back=False)
 
-    def payload_once(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda size: 1))
-
-    def all_hosts_together(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, busiest=sum))
+    payload_once = _counting(factor=lambda size: 1)
+    all_hosts_together = _counting(busiest=sum)
 
     def ranks_dealt_out_like_cards(axes, ranks_per_host):
         """Takes rank r to be on host r mod hosts."""
@@ -365,21 +341,11 @@ class place:
         hosts = ranks // ranks_per_host
         return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts))
 
-    def mean_over_the_hosts(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, busiest=fmean))
-
-    def payload_twice(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda size: 2))
-
-    def outermost_first(axes, ranks_per_host):
-        order, count = _best(axes, ranks_per_host)
-        return order[::-1], count
-
-    bytes_before_the_order = lambda axes, ranks_per_host: _best(axes, ranks_per_host)[::-1]
-
-    def counts_what_arrives(axes, ranks_per_host):
-        order, count = _best(axes, ranks_per_host)
-        return order, 2 * count
+    mean_over_the_hosts = _counting(busiest=fmean)
+    payload_twice = _counting(factor=lambda size: 2)
+    outermost_first = told(_best, lambda found: (found[0][::-1], found[1]))
+    bytes_before_the_order = told(_best, lambda found: found[::-1])
+    counts_what_arrives = told(_best, lambda found: (found[0], 2 * found[1]))
 
     def n_of_all_ranks(axes, ranks_per_host):
         ranks = math.prod(size for size, _, _ in axes.values())
@@ -405,12 +371,8 @@ class place:
 
         return _best(axes, ranks_per_host, count=leaving)
 
-    def what_one_rank_sends(axes, ranks_per_host):
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g) / g)
-
-    def names_in_a_set(axes, ranks_per_host):
-        order, count = _best(axes, ranks_per_host)
-        return set(order), count
+    what_one_rank_sends = lambda *case: _best(*case, count=lambda o, a, g: _leaving(o, a, g) / g)
+    names_in_a_set = told(_best, lambda found: (set(found[0]), found[1]))
 
     def right_3(axes, ranks_per_host):
         """A dataclass, with the names one after the other."""

@@ -9,7 +9,7 @@ from statistics import fmean, median
 import numpy as np
 import torch
 
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 
 def _places(taken, batch):
@@ -99,41 +99,34 @@ def _solved(small, big, batch_small, batch_big):
     return signal, (small - big) / (1 / batch_small - 1 / batch_big)
 
 
+def _of(mean):
+    """Return an answer from the two numbers that `mean` makes of the squared norms."""
+    return lambda small, big, batch_small, batch_big: _answer(*_solved(mean(small), mean(big), batch_small, batch_big))
+
+
+_of_means = _of(fmean)
+
+
 class noise_scale:
     def mean_of_ratios(small, big, batch_small, batch_big):
         each = [_solved(s, b, batch_small, batch_big) for s, b in zip(small, big, strict=True)]
         signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
         return _answer(signal, noise, fmean(n / s for s, n in each))
 
-    def medians(small, big, batch_small, batch_big):
-        return _answer(*_solved(median(small), median(big), batch_small, batch_big))
+    medians = _of(median)
+    upside_down = told(_of_means, lambda found: found | {"examples": 1 / found["examples"]})
+    believes_the_big_batch = told(_of_means, lambda found, big: _answer(fmean(big), found["noise"]))
+    difference_is_noise = told(_of_means, lambda found, small, big: _answer(found["signal"], fmean(small) - fmean(big)))
+    first_step_only = _of(lambda norms: norms[0])
+    squares_again = _of(lambda norms: fmean(norm * norm for norm in norms))
 
-    def upside_down(small, big, batch_small, batch_big):
-        signal, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
-        return _answer(signal, noise, signal / noise)
+    # The noise of a step moves this mean by a ten-thousandth, which is more than rounding.
+    geometric_means = _of(lambda norms: math.exp(fmean(map(math.log, norms))))
 
-    def believes_the_big_batch(small, big, batch_small, batch_big):
-        _, noise = _solved(fmean(small), fmean(big), batch_small, batch_big)
-        return _answer(fmean(big), noise)
-
-    def difference_is_noise(small, big, batch_small, batch_big):
-        signal, _ = _solved(fmean(small), fmean(big), batch_small, batch_big)
-        return _answer(signal, fmean(small) - fmean(big))
-
-    def first_step_only(small, big, batch_small, batch_big):
-        return _answer(*_solved(small[0], big[0], batch_small, batch_big))
-
-    def squares_again(small, big, batch_small, batch_big):
-        return _answer(*_solved(fmean(s * s for s in small), fmean(b * b for b in big), batch_small, batch_big))
-
-    def geometric_means(small, big, batch_small, batch_big):
-        """The noise of a step moves this mean by a ten-thousandth, which is more than rounding."""
-        means = [math.exp(fmean(map(math.log, norms))) for norms in (small, big)]
-        return _answer(*_solved(*means, batch_small, batch_big))
-
-    def forgets_batch_sizes(small, big, batch_small, batch_big):
-        """Takes b = 1, and the big batch for so many times one example."""
-        return _answer(*_solved(fmean(small), fmean(big), 1, batch_big // batch_small))
+    # Takes b = 1, and the big batch for so many times one example.
+    forgets_batch_sizes = asked(
+        _of_means, batch_small=1, batch_big=lambda batch_small, batch_big: batch_big // batch_small
+    )
 
     def right(small, big, batch_small, batch_big):
         """Second solution: subtract one equation from the other, then put the noise back."""
@@ -148,10 +141,8 @@ class noise_scale:
         signal, noise = np.linalg.solve(rows, [np.mean(small), np.mean(big)])
         return {"examples": noise / signal, "signal": signal, "noise": noise}
 
-    def right_in_tensors(small, big, batch_small, batch_big):
-        """Torch's usual 32-bit floats."""
-        means = (torch.tensor(norms).float().mean() for norms in (small, big))
-        return _answer(*_solved(*means, batch_small, batch_big))
+    # Torch's usual 32-bit floats.
+    right_in_tensors = _of(lambda norms: torch.tensor(norms).float().mean())
 
     def right_step_by_step(small, big, batch_small, batch_big):
         """Each step solved by itself; the means of both are taken before the ratio."""
@@ -259,10 +250,7 @@ def _observed(
 class observe_scaling:
     speedup_for_efficiency = lambda *case: _observed(*case, per_rank=False)
     mean_step = lambda *case: _observed(*case, longest=fmean)
-
-    def always_weak(alone, ranks, scaling):
-        return _observed(alone, ranks, scaling, faster=lambda one, many, n: n * one / many)
-
+    always_weak = lambda *case: _observed(*case, faster=lambda one, many, n: n * one / many)
     without_the_idea_waiting_is_transfer = lambda *case: _observed(*case, transfer=fmean)
     done_early_is_not_waiting = lambda *case: _observed(*case, rest=False)
     all_computing_is_lost = lambda *case: _observed(*case, ideal=False)
@@ -275,14 +263,11 @@ class observe_scaling:
 
     names_the_smallest = lambda *case: _observed(*case, limit=min)
 
-    def names_a_gain(alone, ranks, scaling):
-        """The part that is farthest from its ideal, to whichever side."""
-        found = _observed(alone, ranks, scaling)
-        return {**found, "limit": max(found["lost"], key=lambda part: abs(found["lost"][part]))}
-
-    def lost_is_no_number(alone, ranks, scaling):
-        found = _observed(alone, ranks, scaling)
-        return {**found, "lost": found["lost"] | {"data": math.nan}}
+    # The part that is farthest from its ideal, to whichever side.
+    names_a_gain = told(
+        _observed, lambda found: found | {"limit": max(found["lost"], key=lambda part: abs(found["lost"][part]))}
+    )
+    lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
     def right_in_tensors(alone, ranks, scaling):
         """32-bit floats all the way, and each number an array of one."""
@@ -461,37 +446,42 @@ class diagnose:
         return "forgotten zero_grad" if any(abs(math.log(a / b)) > 1e-3 for a, b in wrong) else HEALTHY
 
 
-class audit_mfu:
-    def in_percent(report):
-        right, name = _audit(report)
-        return 100 * right, name
+def _audit(report, *, peak="dense_peak", scores=12, padding=1):
+    """The number by the formula, with the slip that was asked for, and the right name."""
 
+    def mfu(peak=peak, scores=scores, padding=padding, passes=3):
+        tokens = report["positions"] - padding * report["padding"]
+        flops = passes / 3 * (6 * report["parameters"] + scores * report["layers"] * report["hidden"] * report["seq"])
+        return tokens * flops / report["seconds"] / report["gpus"] / report[peak]
+
+    usual = {"peak": "dense_peak", "scores": 12, "padding": 1}
+    names = {
+        "honest": {}, "sparse peak": {"peak": "sparse_peak"}, "attention left out": {"scores": 0},
+        "attention twice": {"scores": 24}, "padding counted": {"padding": 0}, "recomputation counted": {"passes": 4},
+    }  # fmt: skip
+    name = min(names, key=lambda each: abs(mfu(**{**usual, **names[each]}) - report["mfu"]))
+    return mfu(), name
+
+
+class audit_mfu:
+    in_percent = told(_audit, lambda found: (100 * found[0], found[1]))
     takes_the_sparse_peak = lambda report: _audit(report, peak="sparse_peak")
 
-    def counts_what_the_gpu_runs(report):
-        """HFU for MFU."""
-        right, name = _audit(report)
-        return (right * 4 / 3 if report["recompute"] == "full" else right), name
-
+    # HFU for MFU.
+    counts_what_the_gpu_runs = told(
+        _audit, lambda found, report: (found[0] * (4 / 3 if report["recompute"] == "full" else 1), found[1])
+    )
     six_nd = lambda report: _audit(report, scores=0)
     attention_of_all_heads_twice = lambda report: _audit(report, scores=24)
     padding_is_work_too = lambda report: _audit(report, padding=0)
     the_pairs_that_a_mask_leaves = lambda report: _audit(report, scores=6)
-    of_one_gpu = lambda report: _audit(report | {"gpus": 1})
-
-    def forward_alone(report):
-        right, name = _audit(report)
-        return right / 3, name
-
-    believes_every_report = lambda report: (_audit(report)[0], "honest")
-
-    def suspects_every_report(report):
-        right, name = _audit(report)
-        return right, "sparse peak" if name == "honest" else name
-
-    def never_looks_at_padding(report):
-        right, name = _audit(report)
-        return right, "recomputation counted" if name == "padding counted" else name
+    of_one_gpu = asked(_audit, report=lambda report: report | {"gpus": 1})
+    forward_alone = told(_audit, lambda found: (found[0] / 3, found[1]))
+    believes_every_report = told(_audit, lambda found: (found[0], "honest"))
+    suspects_every_report = told(_audit, lambda found: (found[0], "sparse peak" if found[1] == "honest" else found[1]))
+    never_looks_at_padding = told(
+        _audit, lambda found: (found[0], "recomputation counted" if found[1] == "padding counted" else found[1])
+    )
 
     def right(report):
         """Second solution: what the claim is of the right number, and which mistake has that ratio."""
@@ -522,23 +512,6 @@ class audit_mfu:
         ]
         return right, next((name for name, value in tests if math.isclose(value, claim, rel_tol=0.01)),
                            "recomputation counted")  # fmt: skip
-
-
-def _audit(report, *, peak="dense_peak", scores=12, padding=1):
-    """The number by the formula, with the slip that was asked for, and the right name."""
-
-    def mfu(peak=peak, scores=scores, padding=padding, passes=3):
-        tokens = report["positions"] - padding * report["padding"]
-        flops = passes / 3 * (6 * report["parameters"] + scores * report["layers"] * report["hidden"] * report["seq"])
-        return tokens * flops / report["seconds"] / report["gpus"] / report[peak]
-
-    usual = {"peak": "dense_peak", "scores": 12, "padding": 1}
-    names = {
-        "honest": {}, "sparse peak": {"peak": "sparse_peak"}, "attention left out": {"scores": 0},
-        "attention twice": {"scores": 24}, "padding counted": {"padding": 0}, "recomputation counted": {"passes": 4},
-    }  # fmt: skip
-    name = min(names, key=lambda each: abs(mfu(**{**usual, **names[each]}) - report["mfu"]))
-    return mfu(), name
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, next_samples, noise_scale, checkpoint_every, diagnose, audit_mfu)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
-from tests.planted import listed
+from tests.planted import listed, told
 
 
 def _logaddexp(lse_a, lse_b):
@@ -42,7 +42,6 @@ def _right_out(combine):
 
 class merge:
     right_by_name = lambda a, b: dict(zip(("out", "lse"), merge.right(a, b), strict=True))
-
     averages_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: (out_a + out_b) / 2)
     adds_outputs = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: out_a + out_b)
     weighs_by_lse = _right_lse(
@@ -147,44 +146,30 @@ def _chunks(seq, cp, *chosen):
     return [chunk * width + i for chunk in chosen for i in range(width)]
 
 
+def _held(positions):
+    """Return an answer that refuses what it must, and elsewhere gives other positions."""
+
+    def answer(seq, cp, rank):
+        _refused(seq, cp)
+        return positions(seq, cp, rank)
+
+    return answer
+
+
 class held_positions:
-    def contiguous(seq, cp, rank):
-        _refused(seq, cp)
-        return list(range(rank * seq // cp, (rank + 1) * seq // cp))
+    contiguous = _held(lambda seq, cp, rank: list(range(rank * seq // cp, (rank + 1) * seq // cp)))
+    striped = _held(lambda seq, cp, rank: list(range(rank, seq, cp)))
+    every_cp_th_chunk = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, rank + cp))
+    counts_chunks_from_one = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, 2 * cp - rank))
 
-    def striped(seq, cp, rank):
-        _refused(seq, cp)
-        return list(range(rank, seq, cp))
+    # Chunk cp - 1 - r of the first half, so some chunks are held twice.
+    mirrored_within_the_ranks = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, cp - 1 - rank))
+    numbers_of_chunks = _held(lambda seq, cp, rank: [rank, 2 * cp - 1 - rank])
+    two_neighbours = _held(lambda seq, cp, rank: _chunks(seq, cp, 2 * rank, 2 * rank + 1))
 
-    def every_cp_th_chunk(seq, cp, rank):
-        _refused(seq, cp)
-        return _chunks(seq, cp, rank, rank + cp)
-
-    def counts_chunks_from_one(seq, cp, rank):
-        _refused(seq, cp)
-        return _chunks(seq, cp, rank, 2 * cp - rank)
-
-    def mirrored_within_the_ranks(seq, cp, rank):
-        """Chunk cp - 1 - r of the first half, so some chunks are held twice."""
-        _refused(seq, cp)
-        return _chunks(seq, cp, rank, cp - 1 - rank)
-
-    def numbers_of_chunks(seq, cp, rank):
-        _refused(seq, cp)
-        return [rank, 2 * cp - 1 - rank]
-
-    def two_neighbours(seq, cp, rank):
-        _refused(seq, cp)
-        return _chunks(seq, cp, 2 * rank, 2 * rank + 1)
-
-    def mirrored_tokens(seq, cp, rank):
-        """Stripes there and back: balanced in all, and not in every step."""
-        _refused(seq, cp)
-        return [p for p in range(seq) if p % (2 * cp) in (rank, 2 * cp - 1 - rank)]
-
-    def from_the_last_rank(seq, cp, rank):
-        _refused(seq, cp)
-        return _chunks(seq, cp, cp - 1 - rank, cp + rank)
+    # Stripes there and back: balanced in all, and not in every step.
+    mirrored_tokens = _held(lambda seq, cp, rank: [p for p in range(seq) if p % (2 * cp) in (rank, 2 * cp - 1 - rank)])
+    from_the_last_rank = _held(lambda seq, cp, rank: _chunks(seq, cp, cp - 1 - rank, cp + rank))
 
     # The rest is dropped.
     never_refuses = lambda seq, cp, rank: _chunks(seq, cp, rank, 2 * cp - 1 - rank)
@@ -199,9 +184,7 @@ class held_positions:
         chunks = torch.arange(seq).view(2 * cp, -1)
         return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])).tolist()
 
-    def two_pieces(seq, cp, rank):
-        _refused(seq, cp)
-        return _chunks(seq, cp, rank), _chunks(seq, cp, 2 * cp - 1 - rank)
+    two_pieces = _held(lambda seq, cp, rank: (_chunks(seq, cp, rank), _chunks(seq, cp, 2 * cp - 1 - rank)))
 
     def right(seq, cp, rank):
         """From both ends."""
@@ -312,8 +295,8 @@ class sent_bytes:
     # All tokens to everybody, and not a part in c.
     ulysses_gathers = lambda *case: _sent(*case, ulysses=4 * case[-1])
     keys_alone = lambda *case: _sent(*case, ring=3, gathered=2)
-    counts_values = lambda *case: {way: sent / 2 for way, sent in _sent(*case).items()}
-    of_all_ranks = lambda *case: {way: sent * case[-1] for way, sent in _sent(*case).items()}
+    counts_values = told(_sent, lambda sent: {way: each / 2 for way, each in sent.items()})
+    of_all_ranks = told(_sent, lambda sent, cp: {way: each * cp for way, each in sent.items()})
 
     def right(seq, heads, kv_heads, head_dim, cp):
         """Every message listed, in whole numbers."""
@@ -365,32 +348,27 @@ def _choose(
     }
 
 
+def _even(whole):
+    """Return an answer with another idea of which ways come out even: `whole(seq, kv_heads, tp, cp)`."""
+    return lambda **job: _choose(**job, even=whole(*(job[name] for name in ("seq", "kv_heads", "tp", "cp"))))
+
+
+def _needing(**ways):
+    """Return an answer with other buffers: each a function of keys, queries and cp."""
+    return lambda **job: _choose(**job, need=ways)
+
+
 class choose_split:
     query_heads_decide = lambda **job: _choose(**job, even={"ulysses": job["heads"] // job["tp"] % job["cp"] == 0})
-
-    def forgets_that_tp_took_heads(**job):
-        whole = job["seq"] % job["cp"] == 0 and job["kv_heads"] % job["cp"] == 0
-        return _choose(**job, even={"ulysses": whole})
-
-    def ulysses_needs_chunks(**job):
-        whole = job["seq"] % (2 * job["cp"]) == 0 and job["kv_heads"] // job["tp"] % job["cp"] == 0
-        return _choose(**job, even={"ulysses": whole})
-
-    def always_two_chunks(**job):
-        chunks = job["seq"] % (2 * job["cp"]) == 0
-        return _choose(**job, even={"ring": chunks, "gathered": chunks})
-
+    forgets_that_tp_took_heads = _even(lambda seq, keys, tp, cp: {"ulysses": seq % cp == keys % cp == 0})
+    ulysses_needs_chunks = _even(lambda seq, keys, tp, cp: {"ulysses": seq % (2 * cp) == keys // tp % cp == 0})
+    always_two_chunks = _even(lambda seq, keys, tp, cp: dict.fromkeys(("ring", "gathered"), seq % (2 * cp) == 0))
     never_two_chunks = lambda **job: _choose(**job, even={"ring": True, "gathered": True})
     forgets_the_room = lambda **job: _choose(**job | {"room": 2**60})
-    one_block_for_a_ring = lambda **job: _choose(**job, need={"ring": lambda keys, queries, cp: keys})
-    two_blocks_for_two_ranks = lambda **job: _choose(**job, need={"ring": lambda keys, queries, cp: 2 * keys})
-
-    def ulysses_output_has_no_buffer(**job):
-        return _choose(**job, need={"ulysses": lambda keys, queries, cp: keys + queries / 2})
-
-    def ulysses_keeps_its_own_part(**job):
-        return _choose(**job, need={"ulysses": lambda keys, queries, cp: (keys + queries) * (cp - 1) / cp})
-
+    one_block_for_a_ring = _needing(ring=lambda keys, queries, cp: keys)
+    two_blocks_for_two_ranks = _needing(ring=lambda keys, queries, cp: 2 * keys)
+    ulysses_output_has_no_buffer = _needing(ulysses=lambda keys, queries, cp: keys + queries / 2)
+    ulysses_keeps_its_own_part = _needing(ulysses=lambda keys, queries, cp: (keys + queries) * (cp - 1) / cp)
     always_zigzag = lambda **job: _choose(**job, order="zigzag")
     never_zigzag = lambda **job: _choose(**job, order="contiguous")
     zigzag_under_any_causal_mask = lambda **job: _choose(**job, order="zigzag" if job["causal"] else "contiguous")
@@ -400,11 +378,9 @@ class choose_split:
         return _choose(**job, best=lambda possible, key: "ulysses" if "ulysses" in possible else min(possible, key=key))
 
     sends_all_heads = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * tp)
-
-    def sends_forward_alone(**job):
-        share = {"ring": 1 / 3, "gathered": 1 / 2, "ulysses": 1 / 2}
-        return _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * share[way])
-
+    sends_forward_alone = lambda **job: _choose(
+        **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (3 if way == "ring" else 2)
+    )
     averages_over_dp = lambda **job: _choose(**job, over=job["dp"])
     averages_over_cp = lambda **job: _choose(**job, over=job["cp"])
     averages_over_tp_too = lambda **job: _choose(**job, over=job["dp"] * job["cp"] * job["tp"])

@@ -13,7 +13,7 @@ import torch
 
 from lablib.calc.layouts import mesh
 from lablib.calc.parallel import expert_groups
-from tests.planted import listed
+from tests.planted import asked, listed, told
 
 Route = namedtuple("Route", "weights chosen")
 Bytes = namedtuple("Bytes", "inside across once")
@@ -35,6 +35,12 @@ def _top(scores, by, k, weigh=None):
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
+def _chosen(logits, bias, k):
+    """Return the scores and the experts with the largest helped scores."""
+    scores = logits.softmax(-1)
+    return scores, (scores + bias).topk(k, dim=-1).indices
+
+
 class route:
     bias_forgotten = lambda logits, bias, k: _top(logits.softmax(-1), logits, k)
 
@@ -49,8 +55,7 @@ class route:
         return _top(scores, scores - bias, k)
 
     def scores_not_divided(logits, bias, k):
-        scores = logits.softmax(-1)
-        chosen = (scores + bias).topk(k, dim=-1).indices
+        scores, chosen = _chosen(logits, bias, k)
         return scores.gather(-1, chosen), chosen
 
     def divided_by_all_scores_with_the_bias(logits, bias, k):
@@ -61,19 +66,9 @@ class route:
         helped = (logits.softmax(-1) + bias).topk(k, dim=-1)
         return helped.values.softmax(-1), helped.indices
 
-    def a_second_softmax(logits, bias, k):
-        scores = logits.softmax(-1)
-        chosen = (scores + bias).topk(k, dim=-1).indices
-        return scores.gather(-1, chosen).softmax(-1), chosen
-
-    def divided_by_k(logits, bias, k):
-        scores = logits.softmax(-1)
-        chosen = (scores + bias).topk(k, dim=-1).indices
-        return scores.gather(-1, chosen) / k, chosen
-
-    def all_alike(logits, bias, k):
-        chosen = (logits.softmax(-1) + bias).topk(k, dim=-1).indices
-        return torch.full(chosen.shape, 1 / k), chosen
+    a_second_softmax = told(scores_not_divided, lambda found: (found[0].softmax(-1), found[1]))
+    divided_by_k = told(scores_not_divided, lambda found, k: (found[0] / k, found[1]))
+    all_alike = told(scores_not_divided, lambda found, k: (torch.full_like(found[0], 1 / k), found[1]))
 
     def over_the_tokens(logits, bias, k):
         scores = logits.softmax(0)
@@ -331,28 +326,15 @@ class expert_bytes:
     in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
     in_mebibytes = lambda *case: _bytes(*case, ways=4 / 2**20)
     both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
-
-    def to_itself_as_well(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, inside=k * per_node / ep)
-
-    def all_that_leaves_the_rank(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, across=k * (ep - 1) / ep)
-
-    def all_over_the_network(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, across=k)
-
-    def one_copy_of_a_token(tokens, size, experts, k, ep, per_node):
-        each = {"inside": (per_node - 1) / ep, "across": (ep - per_node) / ep}
-        return _bytes(tokens, size, experts, k, ep, per_node, **each)
-
+    to_itself_as_well = asked(_bytes, inside=lambda k, ep, per_node: k * per_node / ep)
+    all_that_leaves_the_rank = asked(_bytes, across=lambda k, ep: k * (ep - 1) / ep)
+    all_over_the_network = asked(_bytes, across=lambda k: k)
+    one_copy_of_a_token = asked(
+        _bytes, inside=lambda ep, per_node: (per_node - 1) / ep, across=lambda ep, per_node: (ep - per_node) / ep
+    )
     twice_the_bytes = lambda *case: _bytes(*case, ways=8)
-
-    def one_copy_in_all(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) / ep)
-
-    def k_copies_for_a_node(*case):
-        right = _bytes(*case)
-        return right | {"once": right["once"] * case[3]}
+    one_copy_in_all = asked(_bytes, once=lambda ep, per_node: (ep - per_node) / ep)
+    k_copies_for_a_node = told(_bytes, lambda right, k: right | {"once": right["once"] * k})
 
     def all_experts_on_a_node(tokens, size, experts, k, ep, per_node):
         nodes = ep // per_node
@@ -363,8 +345,7 @@ class expert_bytes:
         nodes = ep // per_node
         return _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * (1 - (1 - 1 / nodes) ** k))
 
-    def every_node(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, once=ep // per_node - 1)
+    every_node = asked(_bytes, once=lambda ep, per_node: ep // per_node - 1)
 
     def own_node_too(tokens, size, experts, k, ep, per_node):
         n = ep // per_node
@@ -375,8 +356,7 @@ class expert_bytes:
         missed = math.comb(experts - experts // ep, k) / math.comb(experts, k)
         return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) * (1 - missed))
 
-    def nothing_saved(tokens, size, experts, k, ep, per_node):
-        return _bytes(tokens, size, experts, k, ep, per_node, once=k * (ep - per_node) / ep)
+    nothing_saved = asked(_bytes, once=lambda k, ep, per_node: k * (ep - per_node) / ep)
 
     def right(tokens, size, experts, k, ep, per_node):
         """Rank by rank; the chance of a miss as a product; whole bytes."""
@@ -420,27 +400,27 @@ def _group(rank, sizes, *axes):
     return found.group(rank, *known)
 
 
+def _averaged(rank, sizes, *axes):
+    return _group(rank, sizes, *axes), sizes["dp"] * sizes["cp"]
+
+
 def _placed(rank, sizes, experts, chosen, **changed):
-    each, dp, cp = experts // sizes["ep"], sizes["dp"], sizes["cp"]
-    group = _group(rank, sizes, "ep")
+    each, group = experts // sizes["ep"], _group(rank, sizes, "ep")
     mine = group.index(rank) * each
     return {
         "holds": list(range(mine, mine + each)),
         "sends_to": [group[e // each] for e in chosen],
-        "expert": (_group(rank, sizes, "edp", "cp"), dp * cp),
-        "other": (_group(rank, sizes, "dp", "cp"), dp * cp),
+        "expert": _averaged(rank, sizes, "edp", "cp"),
+        "other": _averaged(rank, sizes, "dp", "cp"),
     } | changed
 
 
 class place_experts:
-    def mean_over_the_copies(rank, sizes, experts, chosen):
-        """An expert's gradient, ep times too large."""
-        ranks = _group(rank, sizes, "edp", "cp")
-        return _placed(rank, sizes, experts, chosen, expert=(ranks, len(ranks)))
-
-    def without_the_idea_all_gradients_alike(rank, sizes, experts, chosen):
-        every = _placed(rank, sizes, experts, chosen)["other"]
-        return _placed(rank, sizes, experts, chosen, expert=every)
+    # An expert's gradient, ep times too large.
+    mean_over_the_copies = told(
+        _placed, lambda right: right | {"expert": (right["expert"][0], len(right["expert"][0]))}
+    )
+    without_the_idea_all_gradients_alike = told(_placed, lambda right: right | {"expert": right["other"]})
 
     def folded_over_tp_and_cp(rank, sizes, experts, chosen):
         """The layout of Megatron's folding: right for another mesh than the one that is asked."""
@@ -454,8 +434,7 @@ class place_experts:
             sends_to=[group[expert // each] for expert in chosen], expert=(copies, sizes["dp"] * sizes["cp"]),
         )  # fmt: skip
 
-    def last_axis_fastest(rank, sizes, experts, chosen):
-        return _placed(rank, dict(reversed(sizes.items())), experts, chosen)
+    last_axis_fastest = asked(_placed, sizes=lambda sizes: dict(reversed(sizes.items())))
 
     def one_order_for_all_meshes(rank, sizes, experts, chosen):
         """The order of the text; experts and ranks in no order."""
@@ -477,36 +456,16 @@ class place_experts:
         first, each = rank // sizes["ep"] * sizes["ep"], experts // sizes["ep"]
         return _placed(rank, sizes, experts, chosen, sends_to=[first + expert // each for expert in chosen])
 
-    def experts_over_ep(rank, sizes, experts, chosen):
-        ranks = _group(rank, sizes, "ep")
-        return _placed(rank, sizes, experts, chosen, expert=(ranks, sizes["dp"] * sizes["cp"]))
-
-    def cp_forgotten(rank, sizes, experts, chosen):
-        return _placed(rank, sizes, experts, chosen, other=(_group(rank, sizes, "dp"), sizes["dp"]))
-
-    def cp_forgotten_in_the_divisor(rank, sizes, experts, chosen):
-        right = _placed(rank, sizes, experts, chosen)
-        return right | {"other": (right["other"][0], sizes["dp"])}
-
-    def cp_forgotten_for_experts(rank, sizes, experts, chosen):
-        ranks = _group(rank, sizes, "edp")
-        return _placed(rank, sizes, experts, chosen, expert=(ranks, sizes["dp"] * sizes["cp"]))
-
-    def all_ranks_average(rank, sizes, experts, chosen):
-        ranks = _group(rank, sizes, "tp", "cp", "dp")
-        return _placed(rank, sizes, experts, chosen, other=(ranks, sizes["dp"] * sizes["cp"]))
-
-    def all_stages_average(rank, sizes, experts, chosen):
-        ranks = _group(rank, sizes, "pp", "cp", "dp")
-        return _placed(rank, sizes, experts, chosen, other=(ranks, sizes["dp"] * sizes["cp"]))
-
-    def others_over_edp(rank, sizes, experts, chosen):
-        right = _placed(rank, sizes, experts, chosen)
-        return right | {"other": right["expert"]}
-
-    def summed_only(rank, sizes, experts, chosen):
-        right = _placed(rank, sizes, experts, chosen)
-        return right | {"expert": (right["expert"][0], 1), "other": (right["other"][0], 1)}
+    experts_over_ep = asked(_placed, expert=lambda rank, sizes: _averaged(rank, sizes, "ep"))
+    cp_forgotten = asked(_placed, other=lambda rank, sizes: (_group(rank, sizes, "dp"), sizes["dp"]))
+    cp_forgotten_in_the_divisor = told(
+        _placed, lambda right, sizes: right | {"other": (right["other"][0], sizes["dp"])}
+    )
+    cp_forgotten_for_experts = asked(_placed, expert=lambda rank, sizes: _averaged(rank, sizes, "edp"))
+    all_ranks_average = asked(_placed, other=lambda rank, sizes: _averaged(rank, sizes, "tp", "cp", "dp"))
+    all_stages_average = asked(_placed, other=lambda rank, sizes: _averaged(rank, sizes, "pp", "cp", "dp"))
+    others_over_edp = told(_placed, lambda right: right | {"other": right["expert"]})
+    summed_only = told(_placed, lambda right: right | {name: (right[name][0], 1) for name in ("expert", "other")})
 
     def dealt_in_turns(rank, sizes, experts, chosen):
         group = _group(rank, sizes, "ep")
@@ -514,8 +473,7 @@ class place_experts:
         held = list(range(group.index(rank), experts, ep))
         return _placed(rank, sizes, experts, chosen, holds=held, sends_to=[group[e % ep] for e in chosen])
 
-    def everything_everywhere(rank, sizes, experts, chosen):
-        return _placed(rank, sizes, experts, chosen, holds=list(range(experts)))
+    everything_everywhere = asked(_placed, holds=lambda experts: list(range(experts)))
 
     def rank_modulo_ep(rank, sizes, experts, chosen):
         each, mine = experts // sizes["ep"], rank % sizes["ep"]
@@ -525,12 +483,10 @@ class place_experts:
         each = experts // sizes["ep"]
         return _placed(rank, sizes, experts, chosen, sends_to=[e // each for e in chosen])
 
-    def in_the_order_of_ranks(rank, sizes, experts, chosen):
-        return _placed(rank, sizes, experts, chosen, sends_to=sorted(_placed(rank, sizes, experts, chosen)["sends_to"]))
+    in_the_order_of_ranks = told(_placed, lambda right: right | {"sends_to": sorted(right["sends_to"])})
 
-    def ep_beside_dp(rank, sizes, experts, chosen):
-        """Takes ep for an axis of its own, beside all of dp."""
-        return _placed(rank, sizes | {"dp": sizes["dp"] * sizes["ep"]}, experts, chosen)
+    # Takes ep for an axis of its own, beside all of dp.
+    ep_beside_dp = asked(_placed, sizes=lambda sizes: sizes | {"dp": sizes["dp"] * sizes["ep"]})
 
     def mean_over_tp_too(rank, sizes, experts, chosen):
         right = _placed(rank, sizes, experts, chosen)

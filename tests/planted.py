@@ -4,6 +4,7 @@ Names among them that begin with `right` are no defects: they solve the exercise
 """
 
 import functools
+import inspect
 import numbers
 from collections.abc import Callable
 
@@ -20,6 +21,38 @@ def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Cal
         solutions[check.__name__] = [functions.pop(name) for name in list(functions) if name.startswith("right")]
         defects[check.__name__] = list(functions.values())
     return defects, solutions
+
+
+def asked(solution: Callable, **others: object) -> Callable:
+    """Return the answer of a solution to another question.
+
+    Args:
+        solution: Of positional arguments.
+        others: Arguments by name: what they are, or a function that makes them of the arguments that it names.
+    """
+
+    def answer(*case: object) -> object:
+        given = _named(solution, case)
+        return solution(**given | {n: _made(other, given) if callable(other) else other for n, other in others.items()})
+
+    return answer
+
+
+def told(solution: Callable, change: Callable) -> Callable:
+    """Return the answer of a solution, changed by a function of it and of the arguments that the function names."""
+
+    def answer(*case: object) -> object:
+        return _made(functools.partial(change, solution(*case)), _named(solution, case))
+
+    return answer
+
+
+def _named(solution: Callable, case: tuple) -> dict[str, object]:
+    return dict(zip(inspect.signature(solution).parameters, case, strict=False))
+
+
+def _made(function: Callable, given: dict[str, object]) -> object:
+    return function(**{name: given[name] for name in inspect.signature(function).parameters})
 
 
 def of_numpy(value: object) -> object:

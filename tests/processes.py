@@ -1,4 +1,4 @@
-"""What tests of processes share: whatever happens to a test, the processes that it started end with it; and seeds."""
+"""What tests of processes share: they end with the test that started them, and ranks start once; seeds and distances."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
+from torch import Tensor
+
+from lablib.launch.ranks import run_ranks
 from lablib.launch.runs.elastic import descendants
 
 
@@ -55,3 +59,17 @@ def new_seed() -> int:
     seed = int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
     print(f"LABLIB_SEED={seed}")
     return seed
+
+
+@cache
+def on_ranks(fn: Callable, ranks: int, *args: object) -> list:
+    """One start of the ranks for all tests that read its results; see `run_ranks`."""
+    return run_ranks(fn, ranks, *args, timeout=120)
+
+
+def far(a: Tensor | None, b: Tensor | None) -> float:
+    """The largest difference of two tensors of one shape."""
+    if a is None or b is None:  # the gradient of a frozen weight
+        return 0.0 if a is b else float("inf")
+    assert a.shape == b.shape
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0

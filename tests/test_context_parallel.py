@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import random
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.parallel import attention_traffic, context_degrees, ring_work
 from lablib.launch.measure import record_comms
-from lablib.launch.ranks import rank_mesh, run_ranks
+from lablib.launch.ranks import rank_mesh
 from lablib.toys.context_parallel import (
     IGNORED,
     ORDERS,
@@ -47,33 +44,11 @@ from lablib.toys.context_parallel.softmax import nothing_seen
 from lablib.toys.context_parallel.ulysses import check_heads
 from lablib.toys.tensor_parallel import ParallelBlock, Plan
 from lablib.toys.transformer import Transformer, tiny_config
+from tests.processes import far, on_ranks
 
 TOLERANCE = 1e-12
 FP32_NORM = 1e-5
 WRONG = 1e-3
-
-
-@cache
-def on_ranks(fn: Callable, ranks: int, *args):
-    """One start of the ranks for all tests that read its results; see `run_ranks`."""
-    return run_ranks(fn, ranks, *args, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def _seed() -> int:
-    """A new seed for every run; LABLIB_SEED repeats an old one."""
-    return int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-
-
-@pytest.fixture
-def seed(_seed):
-    print(f"LABLIB_SEED={_seed}")  # in the report of every test that fails
-    return _seed
-
-
-def far(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return (a.double() - b.double()).abs().max().item()
 
 
 def draw_documents(batch: int, seq: int) -> torch.Tensor:
@@ -692,12 +667,11 @@ def test_the_model_refuses_what_it_cannot_cut(as_rank_0):
     with pytest.raises(ValueError, match=r"unknown order 'spiral'"):
         ContextParallelTransformer(config, Group(3), order="spiral")
     model = ContextParallelTransformer(config, Group(4))
-    with pytest.raises(ValueError, match=r"2·cp=8 chunks \(cp=4\), which do not divide seq=12; pad it to 16"):
-        model.loss(torch.zeros(2, 13, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"cp=4 ranks with 6 tokens .* 24, but max_positions=16"):
-        model.loss(torch.zeros(2, 25, dtype=torch.long))
-    tokens = torch.zeros(2, 9, dtype=torch.long)
+    long = torch.zeros(2, 25, dtype=torch.long)
+    tokens = long[:, :9]
     for wrong, message in (
+        ((long[:, :13],), r"2·cp=8 chunks \(cp=4\), which do not divide seq=12; pad it to 16"),
+        ((long,), r"cp=4 ranks with 6 tokens .* 24, but max_positions=16"),
         ((tokens[0],), r"tokens have shape \(9,\); they must be \(B, T\)"),
         ((tokens, tokens[:, :8]), r"documents has shape \(2, 8\), but tokens \(2, 9\): .* \(9,\) or \(2, 9\)"),
         ((tokens, None, tokens), r"labels have shape \(2, 9\), but tokens \(2, 9\): .* first 8 tokens, \(2, 8\)"),

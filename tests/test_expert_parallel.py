@@ -21,7 +21,6 @@ from torch import Tensor
 from lablib.calc.models import Router
 from lablib.calc.parallel import dispatch_bytes, expert_capacity, expert_gradient_factor, expert_groups, routed_bytes
 from lablib.launch.measure import record_comms
-from lablib.launch.ranks import run_ranks
 from lablib.toys.expert_parallel import (
     BALANCING,
     Experts,
@@ -49,15 +48,10 @@ from lablib.toys.expert_parallel import (
     within_capacity,
     z_loss,
 )
+from tests.processes import far, on_ranks
 
 LIMIT = 1e-12
 HIDDEN, FFN = 16, 8
-
-
-@cache
-def on_ranks(fn: Callable, ranks: int, *args):
-    """One start of the ranks for all tests that read its results; see `run_ranks`."""
-    return run_ranks(fn, ranks, *args, timeout=120)
 
 
 @cache
@@ -65,11 +59,6 @@ def own_groups(tp: int, dp: int, ep: int) -> dict[str, dist.ProcessGroup]:
     """The groups of this rank by axis, made once."""
     layout = expert_groups(tp=tp, dp=dp, ep=ep)
     return {axis: own_group(layout[axis]) for axis in ("tp", "dp", "ep", "edp")}
-
-
-def far(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
 
 
 def mixture(experts: int = 8, k: int = 2, rules: Router | None = None, **overrides):

@@ -94,8 +94,6 @@ def test_autocast_leaves_grouped_experts_in_fp32() -> None:
     casts = {way: memory_timeline(model, experts=way, **how).saved["weight_casts"] for way in ("grouped", "loop")}
     experts = 3 * model.num_layers * model.num_experts * model.expert_ffn * model.hidden
     assert casts["loop"] - casts["grouped"] == 2 * experts
-    case = replace(GROUPED, recipe="autocast-bf16")
-    assert measure_case(case).saved - sum(timeline_of(case).saved.values()) in range(9)
 
 
 def test_fsdp2_shards_experts_by_their_number() -> None:

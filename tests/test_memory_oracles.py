@@ -52,6 +52,7 @@ def group():
         Case(optimizer="sgd", step="fused"),
         Case(implementation="paper", family="mixtral", tensor="2+sp", seq=64, recompute="selective"),
         Case(implementation="hf", family="qwen2", recipe="autocast-bf16"),
+        Case(implementation="hf", seq=128, cp=2, sharding="fsdp2", recipe="fsdp2-mixed"),
     ],
     ids=lambda case: case.name,
 )

@@ -57,6 +57,7 @@ def test_active_parameters_of_mixtral_and_deepseek():
     assert round(deepseek.active / 1e9, 2) == 37.55
     assert round((deepseek.active - deepseek.by_component["embedding"]) / 1e9) == 37
     qwen = count_params(preset("qwen3-30b-a3b"))
+    assert qwen.active / 1e9 == pytest.approx(3.3, rel=0.02)
     assert (round(qwen.active / 1e9, 1), round((qwen.active - qwen.by_component["embedding"]) / 1e9, 1)) == (3.4, 3.0)
 
 

@@ -488,9 +488,6 @@ def test_sent_tensors_do_not_pile_up() -> None:
     assert max(run_ranks(kept_sends, 2, 12)) <= 3
 
 
-# The backward in halves
-
-
 # Stages, and what bad input gets
 
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 import runpy
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -42,27 +40,10 @@ from lablib.toys import torch_names as collective_names
 from lablib.toys.tensor_parallel import ParallelBlock, Plan, parallelize
 from lablib.toys.tensor_parallel.tp_transformer import check_tp, full_state_dict, load_full_state_dict
 from lablib.toys.transformer import Block, Transformer, rotary, tiny_config
+from tests.processes import far, on_ranks
 
 TOLERANCE = 1e-5
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def _seed() -> int:
-    """A new seed for every run; LABLIB_SEED repeats an old one."""
-    return int(os.environ.get("LABLIB_SEED", random.SystemRandom().randrange(10**6)))
-
-
-@pytest.fixture
-def seed(_seed):
-    print(f"LABLIB_SEED={_seed}")  # in the report of every test that fails
-    return _seed
-
-
-@cache
-def on_ranks(fn: Callable, ranks: int, *args):
-    """One start of the ranks for all tests that read its results; see `run_ranks`."""
-    return run_ranks(fn, ranks, *args, timeout=120)
 
 
 def draw(seed: int, family: str, kv: int, tied: bool, frozen: bool):
@@ -108,13 +89,6 @@ def three_steps(model: torch.nn.Module, loss_of: Callable, tokens: torch.Tensor)
         optimizer.step()
         optimizer.zero_grad()
     return seen | {(name, "end"): value for name, value in model.state_dict().items()}
-
-
-def far(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    if a is None or b is None:  # the gradient of a frozen weight
-        return 0.0 if a is b else float("inf")
-    assert a.shape == b.shape
-    return (a.double() - b.double()).abs().max().item()
 
 
 def mine(model, name: str, whole: torch.Tensor | None) -> torch.Tensor | None:

@@ -31,14 +31,6 @@ from lablib.launch.training.train_config import MODELS, SAME_RUN, describe, diff
 from lablib.toys.text import text, tokens, windows
 from lablib.toys.transformer import Transformer
 
-
-@pytest.fixture(scope="module")
-def seed() -> int:
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    return seed
-
-
 # The order of samples
 
 
