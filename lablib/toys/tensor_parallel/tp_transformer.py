@@ -229,23 +229,6 @@ def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
     return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
 
 
-@torch.no_grad()
-def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
-    """Copy this rank's slices out of the state dict of the full model."""
-    mine = model.state_dict()
-    if wrong := sorted(mine.keys() ^ state.keys()):
-        raise ValueError(f"these names are only in one of model and state dict: {', '.join(wrong)}")
-    for name, piece in mine.items():
-        owner, _, leaf = name.rpartition(".")
-        dim, split = getattr(model.get_submodule(owner), "splits", {}).get(leaf, (0, None))
-        shape = list(piece.shape)
-        if split is not None:
-            shape[dim] = split.bounds[-1][1]
-        if shape != list(state[name].shape):
-            raise ValueError(f"{name}: the model has {shape}, the state dict {list(state[name].shape)}")
-        piece.copy_(state[name] if split is None else split.cut(state[name], dim, model.group.rank()))
-
-
 def _kv_replicas(config: ModelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Return the group of the ranks that hold this rank's KV head, None if nobody else does."""
     each = group.size() // config.num_kv_heads
