@@ -36,7 +36,6 @@ from lablib.toys.expert_parallel.router import (
     count_choices,
     largest_share,
     load_balancing_loss,
-    max_violation,
     update_bias,
     z_loss,
 )
@@ -60,7 +59,6 @@ __all__ = [
     "largest_share",
     "load_balancing_loss",
     "loop_product",
-    "max_violation",
     "moe_forward",
     "own_group",
     "permute",

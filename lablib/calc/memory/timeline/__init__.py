@@ -11,7 +11,7 @@ its formula and source.
 Read `timeline` for the table of instants, then `step`. Chapters 01 and 09.
 """
 
-from lablib.calc.memory.timeline.explain import explain_instant, explain_memory
+from lablib.calc.memory.timeline.explain import explain_instant
 from lablib.calc.memory.timeline.step import MemoryInstant
 from lablib.calc.memory.timeline.timeline import STEPS, MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
 
@@ -21,7 +21,6 @@ __all__ = [
     "MemoryPeak",
     "MemoryTimeline",
     "explain_instant",
-    "explain_memory",
     "memory_peak",
     "memory_timeline",
 ]
