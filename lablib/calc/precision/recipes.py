@@ -105,7 +105,6 @@ class Recipe:
     """Bytes per parameter of one precision recipe, without the optimizer's moments.
 
     Attributes:
-        summary: What it is, in one line.
         source: Where its bytes come from.
         weights: Bytes of a stored weight.
         accumulation: Bytes of a second, fp32 gradient buffer that lives as long as the gradients.

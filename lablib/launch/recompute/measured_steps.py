@@ -214,7 +214,7 @@ class _Around(nn.Module):
         return x_BSH
 
 
-def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int = 4) -> Gathers:
+def fsdp_gathers(order: str, *, reshard_after_forward: bool = True) -> Gathers:
     """Run one step of a small model under FSDP2, a unit a block, and count what it communicates.
 
     Backward gathers a unit's parameters anyway, and the replay runs inside of that: recomputation costs FSDP2 no
@@ -231,9 +231,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
-    if layers % 2:
-        raise ValueError(f"layers={layers} must be even: segments take two blocks")
-    config = tiny_config("llama", num_layers=layers, hidden=16, vocab=31)
+    config = tiny_config("llama", num_layers=4, hidden=16, vocab=31)
     windows = torch.randint(config.vocab, (2, 9), generator=torch.Generator().manual_seed(1))
 
     def build() -> Transformer:
@@ -254,7 +252,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     if order in ("outside", "segments"):
         length = 1 if order == "outside" else 2
         blocks = list(model.blocks)
-        model.blocks = nn.ModuleList(_Around(*blocks[i : i + length]) for i in range(0, layers, length))
+        model.blocks = nn.ModuleList(_Around(*blocks[i : i + length]) for i in range(0, len(blocks), length))
     with record_comms() as log:
         loss = model(windows[:, :-1])
         loss = torch.nn.functional.cross_entropy(loss.flatten(0, 1), windows[:, 1:].flatten())

@@ -3,7 +3,7 @@
     model = parallelize(Transformer(config), group)   # or sequence_parallel="keep" or "shard"
     model.loss(tokens).backward()                     # the same tokens on every rank
     optimizer.step()                                  # an ordinary one, over the local parameters
-    state = full_state_dict(model)                    # as if nothing had been split
+    model.gather(name, model.state_dict()[name])      # as if nothing had been split
 
 A block: norm -> columns (q, k, v or up, gate) -> heads or inner values of this rank -> row (out or down).
 Between columns and row the ranks have nothing to say to each other.
@@ -222,11 +222,6 @@ def parallelize(
     if model.dropout.p:
         raise ValueError(f"dropout={model.dropout.p} is not supported with tensor parallelism; use 0")
     return ParallelTransformer(model, group, sequence_parallel)
-
-
-def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
-    """Return the state dict of the full model, the same on every rank. Every rank must call it."""
-    return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
 
 
 def _kv_replicas(config: ModelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:

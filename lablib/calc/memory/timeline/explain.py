@@ -29,8 +29,6 @@ class Explained:
     """One term of one instant.
 
     Attributes:
-        term: Its name.
-        bytes: Its size.
         formula: How it is counted, in the letters above.
         numbers: The same in this run's numbers.
         source: Where the formula can be checked.
@@ -49,7 +47,6 @@ def explain_instant(timeline: MemoryTimeline, at: str, run: RunConfig, step: str
     """Return the terms of an instant of a timeline, the largest first.
 
     Args:
-        timeline: What `memory_timeline` returned.
         at: "peak" or an instant's name.
         run: The settings that it was made from.
 
