@@ -11,15 +11,8 @@
 Read `plain` first, beside chapter 13, then the others in this order.
 """
 
-from lablib.toys.expert_parallel.collapse import BALANCING, Groups, Step, train_mixture
-from lablib.toys.expert_parallel.dispatcher import (
-    DispatchHandle,
-    combine,
-    dispatch,
-    permute,
-    unpermute,
-    within_capacity,
-)
+from lablib.toys.expert_parallel.collapse import BALANCING, Groups, train_mixture
+from lablib.toys.expert_parallel.dispatcher import combine, dispatch, permute, unpermute, within_capacity
 from lablib.toys.expert_parallel.experts import (
     Experts,
     average_gradients,
@@ -28,7 +21,7 @@ from lablib.toys.expert_parallel.experts import (
     own_group,
     routed_parameters,
 )
-from lablib.toys.expert_parallel.layer import MoE, Routing
+from lablib.toys.expert_parallel.layer import MoE
 from lablib.toys.expert_parallel.moe_transformer import MoETransformer, fold, tiny_mixture
 from lablib.toys.expert_parallel.plain import moe_forward
 from lablib.toys.expert_parallel.router import (
@@ -42,13 +35,10 @@ from lablib.toys.expert_parallel.router import (
 
 __all__ = [
     "BALANCING",
-    "DispatchHandle",
     "Experts",
     "Groups",
     "MoE",
     "MoETransformer",
-    "Routing",
-    "Step",
     "TopKRouter",
     "average_gradients",
     "combine",
