@@ -149,8 +149,6 @@ def test_offload_step_adds_up():
     assert fast.efficiency == pytest.approx(18 / 21)
     few = offload_step(10**9, tokens=300, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9)
     assert few.exposed_down == pytest.approx(2 - 1.2)
-    late = offload_step(10**9, tokens=300, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, delayed=True)
-    assert late.step == pytest.approx(max(1.8 + 0.8, 3))
     shared = offload_step(10**9, tokens=3000, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, ranks=4)
     assert shared.step == pytest.approx(18 + 3 / 4)
     assert swap_seconds(10**9, ranks=4, bandwidth=6e9) == pytest.approx(2 * 12 / 4 / 6)

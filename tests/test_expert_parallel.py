@@ -36,7 +36,6 @@ from lablib.toys.expert_parallel import (
     largest_share,
     load_balancing_loss,
     loop_product,
-    max_violation,
     moe_forward,
     own_group,
     permute,
@@ -371,8 +370,6 @@ def test_what_balance_is():
     flat, sure = torch.full((4, 8), 0.125), F.one_hot(one[:, 0], 8).float()
     assert load_balancing_loss(flat, even).item() == pytest.approx(1)
     assert load_balancing_loss(sure, one).item() == pytest.approx(8)
-    assert max_violation(count_choices(even, 8)) == 0
-    assert max_violation(count_choices(one, 8)) == 7
     assert largest_share(count_choices(one, 8)) == 1
     logits = torch.randn(5, 8, dtype=torch.float64)
     assert z_loss(logits).item() == pytest.approx((logits.exp().sum(-1).log() ** 2).mean().item())
@@ -402,12 +399,10 @@ def test_the_example_of_sorting():
     assert torch.equal(unpermute(rows_RH, order_R, weights_Tk), x_TH)
 
 
-def queue_by_hand(chosen: list[list[int]], weights: list[list[float]] | None, capacity: int) -> list[list[bool]]:
+def queue_by_hand(chosen: list[list[int]], capacity: int) -> list[list[bool]]:
     """GShard's algorithm, choice by choice."""
     tokens, k = len(chosen), len(chosen[0])
     queue = [(j, t) for j in range(k) for t in range(tokens)]
-    if weights:
-        queue.sort(key=lambda choice: -weights[choice[1]][choice[0]])
     taken: dict[int, int] = {}
     kept = [[False] * k for _ in range(tokens)]
     for j, t in queue:
@@ -416,15 +411,13 @@ def queue_by_hand(chosen: list[list[int]], weights: list[list[float]] | None, ca
     return kept
 
 
-@pytest.mark.parametrize("by_weight", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_who_is_dropped(k, by_weight):
+def test_who_is_dropped(k):
     scores_TE = torch.rand(30, 5, generator=torch.Generator().manual_seed(k))
-    weights_Tk, chosen_Tk = scores_TE.topk(k)
+    chosen_Tk = scores_TE.topk(k).indices
     capacity = expert_capacity(30, 5, k, 0.9)
-    kept_Tk = within_capacity(chosen_Tk, 5, capacity, weights_Tk if by_weight else None)
-    expected = queue_by_hand(chosen_Tk.tolist(), weights_Tk.tolist() if by_weight else None, capacity)
-    assert kept_Tk.tolist() == expected
+    kept_Tk = within_capacity(chosen_Tk, 5, capacity)
+    assert kept_Tk.tolist() == queue_by_hand(chosen_Tk.tolist(), capacity)
     assert not kept_Tk.all()
     counts_E = permute(torch.zeros(30, 1), chosen_Tk, 5, kept_Tk)[1]
     assert max(counts_E.tolist()) == capacity
@@ -714,7 +707,6 @@ def test_a_router_collapses_and_is_cured():
     assert late("none", "starving") > 1
     for balancing in ("loss", "bias"):
         assert late(balancing, "share") < 0.33
-        assert late(balancing, "violation") < 0.6 * late("none", "violation")
         assert late(balancing, "starving") < 0.5
 
 

@@ -170,10 +170,6 @@ def test_more_gpus_fail_more_often():
     assert LLAMA3.gpu_mtbf / (365 * 24 * HOUR) == pytest.approx(5.8, abs=0.05)  # years
 
 
-def test_more_than_nine_tenths_effective_leaves_17_minutes_for_an_interruption():
-    assert LLAMA3.time_per_interruption(0.9) / MINUTE == pytest.approx(54 * 24 * 60 * 0.1 / 466)
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -185,7 +181,6 @@ def test_more_than_nine_tenths_effective_leaves_17_minutes_for_an_interruption()
         (lambda: lost_share(0, cost=1, mtbf=1), "interval=0 s must be positive"),
         (lambda: LLAMA3.mtbf_on(0), "gpus=0 must be at least 1"),
         (lambda: LLAMA3.share("Moon"), "no category 'Moon'; it has GPU"),
-        (lambda: LLAMA3.time_per_interruption(1), "effective=1 must be between 0 and 1"),
     ],
 )
 def test_bad_input_is_one_sentence(call, text):

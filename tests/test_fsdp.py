@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lablib.calc.parallel import FSDPTraffic, fsdp_traffic
 from lablib.calc.torch_versions import torch_facts
 from lablib.launch.fsdp import (
     clip_grad_norm,
@@ -28,6 +29,7 @@ from lablib.launch.fsdp import (
     no_sync,
     shard,
 )
+from lablib.launch.fsdp.sharding import ShardReport
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
@@ -115,6 +117,14 @@ def own(windows_BT: Tensor) -> Tensor:
     return windows_BT.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def traffic_of(report: ShardReport, **accumulation: object) -> FSDPTraffic:
+    """The collectives of a step of this model, as the calculator counts them."""
+    how = {
+        name: getattr(report, name) for name in ("replicas", "reshard", "root_reshard", "param_bytes", "reduce_bytes")
+    }
+    return fsdp_traffic(report.units, report.shards, **how, **accumulation)
+
+
 def train(seed: int, variant: str) -> dict[str, object]:
     options = dict(VARIANTS[variant])
     parts = options.pop("micro_batches", 1)
@@ -140,7 +150,7 @@ def train(seed: int, variant: str) -> dict[str, object]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(total))
-    traffic = report.traffic(micro_batches=parts, **accumulation)
+    traffic = traffic_of(report, micro_batches=parts, **accumulation)
     return {
         "state": full_state_dict(model),
         "losses": losses,
@@ -231,7 +241,7 @@ def train_hf(name: str, **options: object) -> tuple[list[float], dict[str, Tenso
             loss = model(input_ids=share(windows), labels=share(windows)).loss
             loss.backward()
         if report is not None:
-            agreed &= dict(log.bytes) == dict(report.traffic().bytes) and log.calls == report.traffic().calls
+            agreed &= dict(log.bytes) == dict(traffic_of(report).bytes) and log.calls == traffic_of(report).calls
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -268,7 +278,7 @@ def reductions() -> dict[str, object]:
         model, report = shard(build(1).to(dtype), precision=policy)
         with record_comms() as log:
             model.loss(tokens).backward()
-        values = report.traffic().bytes["reduce_scatter"] // report.reduce_bytes
+        values = traffic_of(report).bytes["reduce_scatter"] // report.reduce_bytes
         with no_sync(model):
             model.loss(tokens).backward()
         model.blocks[0].unshard()
@@ -288,7 +298,7 @@ def precision() -> dict[str, object]:
     return {
         "seen": seen,
         "kept": {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()},
-        "bytes": (dict(log.bytes), dict(report.traffic().bytes)),
+        "bytes": (dict(log.bytes), dict(traffic_of(report).bytes)),
         "text": str(report),
         "reductions": reductions(),
     }

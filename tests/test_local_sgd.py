@@ -45,7 +45,6 @@ def test_local_steps_divide_the_bytes_of_a_token_and_not_those_of_a_message() ->
         assert found.message == base.message
         assert found.bytes_per_token == pytest.approx(base.bytes_per_token / steps)
         assert found.share == pytest.approx(base.communicate / (base.communicate + steps * 5))
-    assert base.slowdown == pytest.approx(1 / (1 - base.share))
 
 
 def test_the_least_h_is_the_least() -> None:

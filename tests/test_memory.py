@@ -19,7 +19,7 @@ from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, embedding_tensors, head_tensors, layer_tensors, preset, preset_names
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
-from lablib.calc.precision.recipes import optimizer_names, recipe_names
+from lablib.calc.precision.recipes import OPTIMIZERS, RECIPES
 from lablib.calc.schedules import in_flight, stage_layers
 from lablib.calc.units import GB, MiB
 
@@ -72,8 +72,8 @@ def test_the_list_of_tensors_is_the_count_of_parameters(name: str) -> None:
     assert count == count_params(config).by_component
 
 
-@pytest.mark.parametrize("name", recipe_names())
-@pytest.mark.parametrize("optimizer", optimizer_names())
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_by_term(name: str, optimizer: str) -> None:
     dtypes, terms = recipe(name), training_memory(TINY, recipe=name, optimizer=optimizer).terms
     assert terms["weights"] == dtypes.weights * N
@@ -451,8 +451,8 @@ def layouts() -> st.SearchStrategy[dict]:
     """
     return st.fixed_dictionaries(
         {
-            "recipe": st.sampled_from(recipe_names()),
-            "optimizer": st.sampled_from(optimizer_names()),
+            "recipe": st.sampled_from(list(RECIPES)),
+            "optimizer": st.sampled_from(list(OPTIMIZERS)),
             "tuning": st.sampled_from(["full", "lora", "qlora"]),
             "micro_batch": st.integers(1, 4),
             "seq": st.sampled_from([16, 32, 64]),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lablib.calc.memory import run_config, training_memory, unproven
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.memory.tape import own_temporaries, ring_temporaries
-from lablib.calc.memory.timeline import explain_memory
+from lablib.calc.memory.timeline import explain_instant, memory_timeline
 from lablib.calc.models import preset
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import FakeTensorMode, set_rotate_method
@@ -126,9 +126,8 @@ def test_a_gather_holds_more_the_more_ranks_there_are_and_a_ring_does_not() -> N
 
 
 def test_the_settings_are_explained() -> None:
-    lines = explain_memory(
-        "llama-3.2-1b", at="backward of block 0", cp=8, cp_way="gathered", seq=8192, recompute="full", **HF
-    )
+    run = run_config("llama-3.2-1b", cp=8, cp_way="gathered", seq=8192, recompute="full", **HF)
+    lines = explain_instant(memory_timeline(run), "backward of block 0", run)
     (running,) = (line for line in lines if line.term == "operator_temporaries")
     assert "gathered attention" in running.numbers
     assert running.proof == "measured"

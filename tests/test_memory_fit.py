@@ -28,7 +28,7 @@ from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.calc.parallel import CPU_ADAM_BYTES, sequence_step
 from lablib.calc.params import count_params
-from lablib.calc.precision.recipes import recipe_names
+from lablib.calc.precision.recipes import RECIPES
 
 TINY = ModelConfig(
     name="tiny", num_layers=4, hidden=48, num_heads=4, num_kv_heads=2, ffn=100, vocab=211, max_positions=512
@@ -61,7 +61,7 @@ def draw(seed: int) -> RunSpec:
         split = implementation == "paper"
         chosen = {
             "implementation": implementation,
-            "recipe": rng.choice(recipe_names()),
+            "recipe": rng.choice(list(RECIPES)),
             "optimizer": rng.choice(["adamw", "sgd", "adamw-8bit"]),
             "tuning": rng.choice(["full", "full", "lora"]),
             "recompute": rng.choice(["none", "selective", "full"]),

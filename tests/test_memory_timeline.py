@@ -22,7 +22,7 @@ from lablib.calc.memory.activations import paper, recompute_cost
 from lablib.calc.memory.implementation import find_implementation
 from lablib.calc.memory.tape import BlockSetting, Tape, kept_by_kind, write_tape
 from lablib.calc.memory.tape.tape import NEW, NONE, SHARED, VIEW
-from lablib.calc.memory.timeline import explain_memory, memory_timeline
+from lablib.calc.memory.timeline import explain_instant, memory_timeline
 from lablib.calc.memory.timeline.step import Piece, Step
 from lablib.calc.models import ModelConfig, preset, preset_names
 from lablib.cli.main import app
@@ -471,9 +471,10 @@ def test_explanations_sum_to_the_moment_and_name_a_source() -> None:
         {"tuning": "qlora", "seq": 512},
         {"offload": "optimizer", "dp": 2, "zero": 2, "seq": 512},
     ):
-        timeline = memory_timeline("gpt2", **settings)
+        run = run_config("gpt2", **settings)
+        timeline = memory_timeline(run)
         for moment in timeline.instants:
-            lines = explain_memory("gpt2", at=moment.name, **settings)
+            lines = explain_instant(timeline, moment.name, run)
             assert sum(line.bytes for line in lines) == moment.total
             assert all(line.formula and line.numbers and line.source for line in lines)
             assert {line.proof for line in lines} <= {"exact", "measured", "unproven"}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lablib.calc.memory import autocast_activations, training_memory
 from lablib.calc.precision import FORMATS
 from lablib.launch.precision import allreduce_error, expected_error, gloo_error, precision_memory, rounding_noise
 from lablib.launch.precision import watched_training as runs
@@ -279,11 +280,14 @@ def test_frozen_share_is_what_half_a_gap_predicts() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_memory_of_recipes_is_as_calculated(family: str) -> None:
-    found = precision_memory(tiny_config(family, num_layers=3, hidden=48), batch=3, seq=17)
+    config = tiny_config(family, num_layers=3, hidden=48)
+    found = precision_memory(config, batch=3, seq=17)
     for recipe, memory in found.items():
         assert memory.states_per_param == 16, recipe
-        assert memory.states == memory.predicted_states, recipe
-        assert memory.activations == memory.predicted_activations, recipe
+        predicted = training_memory(config, recipe=recipe, micro_batch=3, seq=17, implementation="toy")
+        assert memory.states == predicted.states, recipe
+        kept = sum(autocast_activations(config, batch=3, seq=17).values())
+        assert memory.activations == (kept if recipe == "autocast-bf16" else predicted.activations), recipe
     full, low, auto = (found[name].activations for name in ("fp32", "mixed-bf16", "autocast-bf16"))
     assert 0.5 * full <= low < 0.6 * full
     assert low < auto

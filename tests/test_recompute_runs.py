@@ -90,7 +90,6 @@ def test_measured_is_predicted_to_the_byte_and_the_flop(family, attention, dropo
                 c = model.config
                 inside = 2 * c.num_layers * how["batch"] * how["seq"] ** 2 * c.q_width
             assert measured.flops == cost.hardware_flops + inside, case
-            assert measured.live_peak_bytes > measured.peak_bytes
             losses.add((how["batch"], how["seq"], measured.loss))
     assert len({loss[:2] for loss in losses}) == len(losses)  # strategies change no loss
 

@@ -128,7 +128,6 @@ def test_a_predicted_step_by_hand():
     assert open_ == {"compute": 13.0, "communication": 15.0, "exposed": 15.0, "step": 28.0}
     # Behind 2 s of forward 4 of the 6 s are exposed; behind 10 s of backward none of the 9.
     assert predicted_step(**times, **link, hidden=True)["exposed"] == 4.0
-    assert predicted_step(**times, **link, hidden=True, still_costs=0.5)["exposed"] == 4 + 0.5 * (2 + 9)
     assert predicted_step(**times, **(link | {"ranks": 1}), hidden=True)["step"] == 13.0
     with pytest.raises(ValueError, match="bandwidth=0"):
         predicted_step(**times, **(link | {"bandwidth": 0}), hidden=True)

@@ -35,7 +35,7 @@ def test_the_private_names_are_there():
 def test_pytorch_loads_accepts_and_simulates_the_csv(name, tmp_path):
     for ours in drawn(name):
         p, m, path = ours.num_ranks, ours.num_microbatches, tmp_path / "ours.csv"
-        to_csv(ours, path)
+        path.write_text(to_csv(ours), encoding="utf-8", newline="")
         theirs = torch_schedules.load_csv(str(path), p, ours.num_stages, m)
         assert [theirs.stage_index_to_group_rank[s] for s in range(ours.num_stages)] == list(ours.placement)
         rows = [[str(action) for action in theirs.pipeline_order[rank]] for rank in range(p)]
@@ -49,7 +49,7 @@ def test_pytorch_loads_accepts_and_simulates_the_csv(name, tmp_path):
 def test_what_pytorch_dumps_is_read_back(name, tmp_path):
     for ours in drawn(name, 3):
         p, m = ours.num_ranks, ours.num_microbatches
-        to_csv(ours, tmp_path / "ours.csv")
+        (tmp_path / "ours.csv").write_text(to_csv(ours), encoding="utf-8", newline="")
         theirs = torch_schedules.load_csv(str(tmp_path / "ours.csv"), p, ours.num_stages, m)
         for form in ("compute_only", "compute_comms"):
             theirs._dump_csv(str(tmp_path / "theirs.csv"), format=form)

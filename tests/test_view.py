@@ -313,13 +313,12 @@ def _faces(ax, role=None):
     return [p for p in ax.patches if role is None or to_hex(p.get_facecolor()) == COLORS[role]]
 
 
-def test_a_pipeline_has_a_bar_an_action_idle_lanes_and_its_messages():
+def test_a_pipeline_has_a_bar_an_action_and_idle_lanes():
     one, two = simulate(one_f_one_b(4, 8)), simulate(zb_h1(4, 8), communication=0.1)
-    fig = pipeline({"a": one.events, "b": two.events}, messages={"b": two.messages})
+    fig = pipeline({"a": one.events, "b": two.events})
     first, second = fig.axes
     assert sum(len(c.get_paths()) for c in first.collections) == len(one.events) + 4
     assert first.get_xlim() == second.get_xlim() == (0, max(one.makespan, two.makespan))
-    assert len(second.lines) == len(two.messages)
     assert sorted(t.get_text() for t in first.texts) == sorted(str(e.action.microbatch) for e in one.events)
     (ax,) = pipeline({"DualPipe-V": (both := simulate(dualpipe_v(2, 6))).events}).axes
     bars = sum(len(c.get_paths()) for c in ax.collections)
@@ -381,7 +380,6 @@ def test_sums_stay_sums():
         (lambda: run.rank_timeline([], {}), "at least one span"),
         (lambda: pipeline({}), "at least one panel"),
         (lambda: pipeline({"x": []}), "an event in each"),
-        (lambda: pipeline({"x": _PAPER.events}, messages={"y": []}), "messages for 'y'"),
         (lambda: pipeline_chart.overlay({"1F1B": _PAPER.events}, {"GPipe": _PAPER.events}), "give the same"),
         (lambda: show(figure()[0], caption=" ", alt="x"), "caption"),
         (lambda: show(figure()[0], caption="x", alt=""), "alt"),

@@ -156,23 +156,10 @@ DIALS_SINCE = {
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The facts of one release of PyTorch.
+    """The facts of one release of PyTorch, by the names of `DIFFERENCES`, which say what each is about.
 
     Attributes:
-        version: The release whose facts these are, a member of `SUPPORTED`.
-        fsdp2_frees_buffer_before_copy: In forward the all-gather buffer of the unit before goes before the next unit
-            is copied, and not after.
-        fsdp2_reduces_as_stored: Without `reduce_dtype` gradients are reduced in the dtype of the shard, and not of
-            the computation.
-        fsdp2_refuses_half_tied: A tensor that is in two units stops the first forward.
-        collectives_called_single: `torch.distributed.all_gather_single` is there.
-        e5m2fnuz_eps_is_right: `torch.finfo` says 0.25 for float8_e5m2fnuz.
-        pipeline_csv_has_waits: `_PipelineScheduleRuntime._dump_csv` writes WAIT_SEND_F and its like.
-        pipelining_greets_its_own_rank: Neighbouring stages of one rank send to themselves before the first step.
-        tracker_skips_dtensor_shapes: MemTracker does not count the fake tensors of a DTensor's shapes.
-        gloo_has_all_to_all: `torch.distributed.all_to_all` works on gloo.
-        cpu_scales_by_row: `torch._scaled_mm` takes a scale for each row on a CPU.
-        takes_any_setuptools: The wheel puts no upper bound on setuptools.
+        version: The release, a member of `SUPPORTED`.
     """
 
     version: str

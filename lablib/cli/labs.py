@@ -54,10 +54,12 @@ def run(
     detach: Annotated[bool, typer.Option("--detach", help="Return at once.")] = False,
 ) -> None:
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
+    import torch
+
     from lablib.launch.lab_queue import acquire_lock, parse_gpus, prepare_queue
     from lablib.launch.lab_worker import start_worker
 
-    chosen = parse_gpus(gpus, _gpus_here())
+    chosen = parse_gpus(gpus, torch.cuda.device_count())
     try:
         lock = acquire_lock()
     except BlockingIOError:
@@ -198,12 +200,6 @@ def _detail(job: dict) -> str:
     if attempts[-1]["failure"]:
         return attempts[-1]["failure"].splitlines()[0][:120]
     return f"{attempts[-1]['began'][:16]}  {attempts[-1]['seconds']:.0f} s  {Path(job['folder']).name}"
-
-
-def _gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _assignment(text: str) -> tuple[str, object]:

@@ -236,9 +236,6 @@ def _heading(timeline: MemoryTimeline) -> str:
 def memory_table(breakdown: MemoryBreakdown, *, unit: str = "GB", pp: int = 1) -> str:
     """Return the breakdown as aligned text.
 
-    Args:
-        unit: A unit of bytes.
-
     Raises:
         ValueError: If the unit is unknown.
     """

@@ -200,20 +200,18 @@ def step_memory(
     measured: Sequence[float],
     peak: tuple[int, str],
     ylabel: str,
-    notes: Mapping[str, tuple[str, str]] | None = None,
 ) -> Figure:
     """Draw what a rank holds at each moment of a step: predicted in layers, measured as dots."""
     moments = sum(count for _, count in phases)
     if any(len(numbers) != moments for numbers in (*layers.values(), measured)):
         raise ValueError(f"the phases have {moments} moments: give as many numbers in every layer and measured")
-    names = LAYERS | dict(notes or {})
     fig, ax = figure(height=3.9)
     below = [0.0] * moments
     edges = [i - 0.5 for i in range(moments + 1)]
-    used = [key for key in names if any(layers.get(key, ()))]
+    used = [key for key in LAYERS if any(layers.get(key, ()))]
     for key in used:
         above = [low + more for low, more in zip(below, layers[key], strict=True)]
-        role = names[key][1]
+        role = LAYERS[key][1]
         ax.stairs(above, edges, baseline=below, fill=True, color=COLORS[role], hatch=HATCHES.get(role), linewidth=0)
         below = above
     ink = ax.yaxis.label.get_color()  # the page's text colour
@@ -238,7 +236,8 @@ def step_memory(
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(ylabel)
     legend = [
-        Patch(facecolor=COLORS[names[key][1]], hatch=HATCHES.get(names[key][1]), label=names[key][0]) for key in used
+        Patch(facecolor=COLORS[role], hatch=HATCHES.get(role), label=label)
+        for label, role in (LAYERS[key] for key in used)
     ]
     legend.append(Line2D([], [], marker="o", linestyle="", color=ink, markersize=4, label="measured, in all"))
     return with_legend(fig, 2, handles=legend)

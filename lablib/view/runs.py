@@ -23,10 +23,8 @@ class Span:
     """One bar of a timeline.
 
     Attributes:
-        lane: The row it is drawn in.
         role: Its colour, a key of `lablib.view.style.COLORS`.
-        start: Time at its left end, in the unit of the axis.
-        end: Time at its right end.
+        start: Time at its left end, in the unit of the axis; `end` likewise.
         label: Text inside the bar; left out where the bar is too short for it.
     """
 
@@ -78,26 +76,13 @@ def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: s
     lanes = list(dict.fromkeys(span.lane for span in spans))
     longest = max(span.end for span in spans)
     fig, ax = figure(height=1.2 + 0.42 * len(lanes))
-    for span in spans:
-        row = len(lanes) - 1 - lanes.index(span.lane)
-        ax.barh(
-            row,
-            span.end - span.start,
-            0.72,
-            span.start,
-            color=COLORS[span.role],
-            edgecolor="white",
-            hatch=HATCHES.get(span.role),
-        )
+    _draw(ax, spans, lanes, longest)
     if header:
         ax.text(1.37 * longest, len(lanes) - 0.42, header, ha="right", va="bottom", fontsize=9)
     for lane, text in shares.items():
         row = len(lanes) - 1 - lanes.index(lane)
         ax.text(1.37 * longest, row, text, ha="right", va="center", fontsize=9)
-    ax.set_yticks(range(len(lanes)), labels=list(reversed(lanes)))
-    ax.set(xlim=(0, longest * (1.38 if shares else 1.01)), ylim=(-0.55, len(lanes) - 0.45))
-    ax.grid(axis="y", visible=False)
-    ax.set_xlabel(f"time ({unit})")
+    ax.set(xlim=(0, longest * (1.38 if shares else 1.01)), xlabel=f"time ({unit})")
     roles = dict.fromkeys(span.role for span in spans)
     handles = [
         ax.barh([0], [0], color=COLORS[role], edgecolor="white", hatch=HATCHES.get(role), label=_said(role))

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
@@ -39,15 +38,6 @@ class Event(Protocol):
     end: float
 
 
-class Message(Protocol):
-    """A message on the wire from one rank to another, from start to end."""
-
-    sender: int
-    receiver: int
-    start: float
-    end: float
-
-
 class _Bar(NamedTuple):
     """A piece of a lane: overlapped actions share its height, so `box` is the bottom and the height."""
 
@@ -57,13 +47,7 @@ class _Bar(NamedTuple):
     box: tuple[float, float]
 
 
-def pipeline(
-    panels: Mapping[str, Iterable[Event]],
-    *,
-    messages: Mapping[str, Iterable[Message]] | None = None,
-    unit: str = "forward times",
-    height: float | None = None,
-) -> Figure:
+def pipeline(panels: Mapping[str, Iterable[Event]], *, unit: str = "forward times") -> Figure:
     """Draw one panel per schedule over a common time axis.
 
     A bar carries the number of its micro-batch where there is room for it. On a rank with several stages, the later
@@ -72,26 +56,18 @@ def pipeline(
     drawn = {title: list(events) for title, events in panels.items()}
     if not drawn or not all(drawn.values()):
         raise ValueError("a pipeline needs at least one panel, and an event in each")
-    sent = {title: list(some) for title, some in (messages or {}).items()}
-    if unknown := sorted(set(sent) - set(drawn)):
-        raise ValueError(f"messages for {unknown[0]!r}, but the panels are {', '.join(map(repr, drawn))}")
     ranks = {title: 1 + max(event.rank for event in events) for title, events in drawn.items()}
     lane = 0.3 if max(ranks.values()) <= 8 else 0.16
-    height = height or 1.05 + sum(lane * count + 0.3 for count in ranks.values())
+    height = 1.05 + sum(lane * count + 0.3 for count in ranks.values())
     fig, axes = figure(height=height, nrows=len(drawn), sharex=True, squeeze=False, height_ratios=list(ranks.values()))
     longest = max(event.end for events in drawn.values() for event in events)
     for ax, (title, events) in zip(axes[:, 0], drawn.items(), strict=True):
         _panel(ax, events, ranks[title], longest)
-        for message in sent.get(title, ()):
-            ends = (message.start, message.end), (message.sender, message.receiver)
-            ax.plot(*ends, color=COLORS["communication"], linewidth=1.2, solid_capstyle="round")
         ax.set_title(title, loc="left", fontsize=10)
     axes[-1, 0].set_xlim(0, longest)
     axes[-1, 0].set_xlabel(f"time ({unit})")
     kinds = {part.kind for events in drawn.values() for event in events for part in event.action.parts}
     handles = [Patch(color=color, label=label) for kind, (label, color) in ACTION_COLORS.items() if kind in kinds]
-    if any(sent.values()):
-        handles.append(Line2D([], [], color=COLORS["communication"], label="communication"))
     handles.append(Patch(color=COLORS["idle"], alpha=0.35, label="idle"))
     fig.legend(handles=handles, loc="outside upper left", ncols=min(3, len(handles)), fontsize=9)
     return fig

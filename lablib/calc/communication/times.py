@@ -248,20 +248,6 @@ def _fit(points: list[tuple[float, float]]) -> Line:
     return Line(latency, slope, points[0][0], points[-1][0], residuals)
 
 
-#: The programs of nccl-tests, and what `bus_bandwidth` calls their collective.
-PROGRAMS = {
-    "all_reduce_perf": "all_reduce",
-    "all_gather_perf": "all_gather",
-    "reduce_scatter_perf": "reduce_scatter",
-    "alltoall_perf": "all_to_all",
-    "broadcast_perf": "broadcast",
-    "reduce_perf": "reduce",
-    "gather_perf": "gather",
-    "scatter_perf": "scatter",
-    "sendrecv_perf": "send_recv",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One half of one line: a size, out of place or in place.

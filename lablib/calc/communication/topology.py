@@ -119,17 +119,14 @@ class Topology:
         return self.time(hierarchical_rounds(numel, self.ranks, self.ranks_per_node), itemsize)
 
 
-def tcp_bandwidth(line_rate: float, *, mtu: int = 1500, frame: int = 14) -> float:
+def tcp_bandwidth(line_rate: float, *, frame: int = 14) -> float:
     """Return the bytes of data per second that TCP carries over a link, per direction.
 
-    Of each packet of `mtu` bytes 20 are IP's header, 20 TCP's and 12 TCP's timestamps; the link adds `frame` bytes.
+    Of each packet of 1500 bytes 20 are IP's header, 20 TCP's and 12 TCP's timestamps; the link adds `frame` bytes.
 
     Args:
         line_rate: Bytes per second on the link.
-        mtu: Largest packet in bytes.
         frame: Bytes around each packet: 14 as Linux counts when it throttles a link, 38 on a real Ethernet with its
             checksum, preamble and gap.
     """
-    if mtu <= 52:
-        raise ValueError(f"mtu={mtu} leaves no room for data after 52 bytes of headers")
-    return line_rate * (mtu - 52) / (mtu + frame)
+    return line_rate * (1500 - 52) / (1500 + frame)

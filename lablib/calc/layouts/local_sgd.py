@@ -59,11 +59,6 @@ class Exchange:
         """Part of the time that goes into communication, if nothing overlaps."""
         return self.communicate / (self.compute + self.communicate)
 
-    @property
-    def slowdown(self) -> float:
-        """Time over that of the computing alone, if nothing overlaps."""
-        return 1 + self.communicate / self.compute
-
 
 def exchange_cost(
     method: str,

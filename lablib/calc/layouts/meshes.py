@@ -12,6 +12,7 @@ Gradients of what is no routed expert are summed over `groups("dp", "cp")`, thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,10 +50,7 @@ class Mesh:
     @cached_property
     def ranks(self) -> int:
         """Ranks in all, the product of the sizes."""
-        total = 1
-        for size in self.sizes:
-            total *= size
-        return total
+        return math.prod(self.sizes)
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -171,13 +169,9 @@ def mesh(
     return found
 
 
-def mesh_text(mesh: Mesh, *, nodes: int | None = None) -> str:
-    """Return the ranks node by node with their coordinates, and then what each axis's groups are.
-
-    Args:
-        nodes: Nodes to draw; None means all, or the first 8 where there are more than 16.
-    """
-    shown = mesh.nodes if nodes is None and mesh.nodes <= 16 else min(mesh.nodes, nodes or 8)
+def mesh_text(mesh: Mesh) -> str:
+    """Return the ranks of the nodes, or of the first 8 of more than 16, with coordinates, and what each axis's groups are."""
+    shown = mesh.nodes if mesh.nodes <= 16 else 8
     ranks = range(min(mesh.ranks, shown * mesh.gpus_per_node))
     width = max(len(label(mesh, rank)) for rank in ranks)
     wide = max(width, len(str(ranks[-1])))

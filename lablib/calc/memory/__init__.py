@@ -1,7 +1,7 @@
 """How many bytes each rank of a training run needs, and when.
 
 `training_memory` answers for the model's states, activations and buffers of one rank; `memory_timeline`, in `timeline`,
-follows one training step from instant to instant; `explain_memory` names the formula behind each term.
+follows one training step from instant to instant; `timeline.explain_instant` names the formula behind each term.
 
     formulas        `training_memory`: weights, gradients, optimizer states, activations and buffers of a stage
     config          the settings of a run: defaults, ranges, help

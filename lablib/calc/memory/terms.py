@@ -26,7 +26,6 @@ class Term:
     """One term.
 
     Attributes:
-        name: As in breakdowns and timelines.
         role: "weights", "gradients", "optimizer", "activations" or "buffers": its colour in pictures.
         formula: How it is counted, in the letters of `lablib.calc.memory.timeline.explain`.
         source: Where the formula can be checked.
@@ -216,8 +215,6 @@ class MemoryBreakdown:
     """Bytes of device memory on one rank at the peak of a training step.
 
     Attributes:
-        model: Name of the model.
-        recipe: Name of the recipe.
         stage: Pipeline stage that it describes, from 0.
         ranks: Ranks of the whole run.
         seq: Tokens in a sequence.

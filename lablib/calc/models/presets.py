@@ -11,14 +11,13 @@ from lablib.calc.models.config import ModelConfig
 from lablib.calc.models.details import DETAILS
 
 
-def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024, head_dim: int = 0) -> dict:
+def _gpt(layers: int, hidden: int, heads: int, *, positions: int = 1024) -> dict:
     """GPT-2 (Radford et al. 2019) and GPT-3 (2005.14165, table 2.1): MLP of width 4h, tied output."""
     return {
         "family": "gpt2",
         "num_layers": layers,
         "hidden": hidden,
         "num_heads": heads,
-        "head_dim": head_dim,
         "ffn": 4 * hidden,
         "vocab": 50257,
         "max_positions": positions,

@@ -65,10 +65,7 @@ def deepspeed_settings(
         offload: "none", "optimizer" (stages 1 to 3), or "parameters" (stage 3: weights and optimizer).
         clip: Largest global gradient norm; 0 for no clipping.
     """
-    least = {"ranks": (ranks, 1), "micro_batch": (micro_batch, 1), "accumulation": (accumulation, 1)}
-    for name, (value, minimum) in (least | {"steps": (steps, 1)}).items():
-        if value < minimum:
-            raise ValueError(f"{name}={value} must be at least {minimum}")
+    _counts(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, steps=steps)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage} does not exist: ZeRO has stages 1, 2 and 3, and 0 replicates")
     one_of("offload", offload, OFFLOADS)
@@ -350,7 +347,6 @@ def offload_step(
     cpu_bandwidth: float,
     ranks: int = 1,
     micro_batches: int = 1,
-    delayed: bool = False,
 ) -> OffloadStep:
     """Return the time of a ZeRO-Offload step; collectives between devices, and all latencies, are left out.
 
@@ -360,7 +356,6 @@ def offload_step(
     Args:
         host_bandwidth: Bytes per second between a device and the CPU, per direction.
         cpu_bandwidth: Bytes per second of CPU memory that one rank gets.
-        delayed: Update with the gradients of the step before, while this one runs (the paper's one-step delay).
     """
     _positive(
         params=params,
@@ -377,20 +372,18 @@ def offload_step(
     down = micro_batches * 2 * own / host_bandwidth
     exposed = max(0.0, down - micro_batches * backward)
     update, up = CPU_ADAM_BYTES * own / cpu_bandwidth, 2 * own / host_bandwidth
-    behind = update + up
-    step = max(compute + exposed, behind) if delayed else compute + exposed + behind
-    return OffloadStep(compute, down, exposed, update, up, step)
+    return OffloadStep(compute, down, exposed, update, up, compute + exposed + update + up)
 
 
-def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1, every: int = 1) -> float:
+def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1) -> float:
     """Return FLOPs per byte moved, with full recomputation, as ZeRO-Infinity counts them.
 
-    "weights" (and gradients): s b. "optimizer": s b / 4. "checkpoints", one for every c blocks of width h: 24 h c.
+    "weights" (and gradients): s b. "optimizer": s b / 4. "checkpoints", one for every block of width h: 24 h.
     """
     one_of("kind", kind, KINDS)
-    _positive(batch=batch, seq=seq, hidden=hidden, every=every)
+    _positive(batch=batch, seq=seq, hidden=hidden)
     if kind == "checkpoints":
-        return 24.0 * hidden * every
+        return 24.0 * hidden
     flops = 8 * batch * seq  # per parameter: 2 forward, 2 recomputed, 4 backward
     moved = {"weights": 3 * 2 + 2, "optimizer": 2 * 16}[kind]
     return flops / moved
@@ -415,12 +408,13 @@ def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
     return flops / intensity * target / (1 - target)
 
 
-def swap_seconds(params: int, *, ranks: int, bandwidth: float, bytes_per_param: float = 12) -> float:
+def swap_seconds(params: int, *, ranks: int, bandwidth: float) -> float:
     """Return the seconds to read and write a rank's optimizer state once: a step's NVMe traffic.
+
+    A parameter has 12 bytes of it, for master weights and AdamW's moments.
 
     Args:
         bandwidth: Bytes per second of NVMe that one rank gets; reading and writing alike.
-        bytes_per_param: State per parameter, 12 for master weights and AdamW's moments.
     """
-    _positive(params=params, ranks=ranks, bandwidth=bandwidth, bytes_per_param=bytes_per_param)
-    return 2 * bytes_per_param * shard_size(params, ranks) / bandwidth
+    _positive(params=params, ranks=ranks, bandwidth=bandwidth)
+    return 2 * 12 * shard_size(params, ranks) / bandwidth

@@ -113,18 +113,14 @@ def routed_bytes(
     return DispatchBytes(there * (inside - 1) * ranks_met, there * (ep - inside) * ranks_met)
 
 
-def dispatch_ratio(
-    expert_ffn: int, ep: int, *, flops: float, bandwidth: float, value: float = 2, gated: bool = True
-) -> float:
+def dispatch_ratio(expert_ffn: int, ep: int, *, flops: float, bandwidth: float, value: float = 2) -> float:
     """Return the time of dispatch and combine over that of the experts' products: `2 u F (e-1) / (9 f W e)`.
 
-    4 T k h (e-1)/e values are sent and 6 · 3 T k h f FLOPs computed, so tokens, k and h cancel. Without a gate an
-    expert has two matrices, and 9 becomes 6.
+    4 T k h (e-1)/e values are sent and 6 · 3 T k h f FLOPs computed, so tokens, k and h cancel.
     """
     check_whole("expert_ffn", expert_ffn, 1)
     check_link(ep, flops=flops, bandwidth=bandwidth, value=value)
-    matrices = 3 if gated else 2
-    return 4 * value * (ep - 1) / ep / bandwidth / (6 * matrices * expert_ffn / flops)
+    return 4 * value * (ep - 1) / ep / bandwidth / (6 * 3 * expert_ffn / flops)
 
 
 def expert_hiding_tokens(

@@ -158,18 +158,14 @@ def max_params(
     stage: int = 0,
     recipe: str | Recipe = "mixed-bf16",
     optimizer: str | Optimizer = "adamw",
-    model_parallel: int = 1,
 ) -> int:
     """Return the largest model whose states fit in so many bytes per rank, activations left out.
 
     ZeRO (arXiv 1910.02054), table 2: model parallelism multiplies what fits.
-
-    Args:
-        model_parallel: Ranks that split the model evenly before ZeRO does.
     """
     _check(0, ranks, stage)
-    if budget < 0 or model_parallel < 1:
-        raise ValueError(f"budget={budget} must not be negative and model_parallel={model_parallel} must be at least 1")
+    if budget < 0:
+        raise ValueError(f"budget={budget} must not be negative")
     # More parameters never need fewer bytes, so halve the interval. No parameter takes less than a byte per rank.
     fits, too_many = 0, int(budget) * ranks + 1
     while too_many - fits > 1:
@@ -178,7 +174,7 @@ def max_params(
             fits = middle
         else:
             too_many = middle
-    return fits * model_parallel
+    return fits
 
 
 def _check(params: int, ranks: int, stage: int) -> None:

@@ -381,7 +381,6 @@ class Support:
         capability: Compute capability as text, "" where it is not NVIDIA's.
         formats: Those of `UNITS` that it has.
         fp8_formats: Keys in `FORMATS` of its FP8 variants.
-        source: Where it stands.
     """
 
     card: str

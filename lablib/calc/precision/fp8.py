@@ -40,11 +40,7 @@ SCALE_BYTES = {"mx32": 1, "mx32-floor": 1, "nvfp4": 1}  # E8M0, E4M3; all others
 
 @dataclass(frozen=True)
 class StateRecipe:
-    """Bytes of model states per parameter.
-
-    Attributes:
-        terms: Bytes by what they are.
-    """
+    """Bytes of model states per parameter, by what they are."""
 
     name: str
     terms: dict[str, int]

@@ -91,16 +91,11 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_names() -> list[str]:
-    """Return the names that `find_optimizer` knows."""
-    return list(OPTIMIZERS)
-
-
 def find_optimizer(name: str | Optimizer) -> Optimizer:
     """Return an optimizer by name; an Optimizer is returned as it is.
 
     Args:
-        name: One of `optimizer_names()`, or an Optimizer of your own.
+        name: One of `OPTIMIZERS`, or an Optimizer of your own.
     """
     return name if isinstance(name, Optimizer) else OPTIMIZERS[one_of("optimizer", name, OPTIMIZERS)]
 
@@ -110,7 +105,6 @@ class Recipe:
     """Bytes per parameter of one precision recipe, without the optimizer's moments.
 
     Attributes:
-        summary: What it is, in one line.
         source: Where its bytes come from.
         weights: Bytes of a stored weight.
         accumulation: Bytes of a second, fp32 gradient buffer that lives as long as the gradients.
@@ -255,15 +249,10 @@ _ROWS = (
 RECIPES = {row.name: row for row in _ROWS}
 
 
-def recipe_names() -> list[str]:
-    """Return the names that `recipe` knows."""
-    return list(RECIPES)
-
-
 def recipe(name: str | Recipe) -> Recipe:
     """Return a recipe by name; a Recipe is returned as it is.
 
     Args:
-        name: One of `recipe_names()`, or a Recipe of your own.
+        name: One of `RECIPES`, or a Recipe of your own.
     """
     return name if isinstance(name, Recipe) else RECIPES[one_of("recipe", name, RECIPES)]

@@ -183,12 +183,6 @@ class FailureLog:
             counts[cause.category] += cause.count
         return dict(counts.most_common())
 
-    def time_per_interruption(self, effective: float) -> float:
-        """Return the seconds that each interruption may have cost, all in all, given the share of useful time."""
-        if not 0 < effective < 1:
-            raise ValueError(f"effective={effective} must be between 0 and 1")
-        return (1 - effective) * self.days * _DAY / (self.unexpected + self.planned)
-
 
 #: Table 5 of the paper, row by row. The printed shares stand beside the counts because one does not follow from its
 #: count: 148 of 419 is 35.3 %, and 30.1 % is printed; the text's 58.7 % for all GPU issues repeats that.

@@ -102,18 +102,13 @@ def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Latency and bandwidth between two ranks, from exchanges of many sizes.
-
-    Attributes:
-        predicted_bandwidth: What TCP can carry on a link of this rate, bytes per second; infinite inside.
-    """
+    """Latency and bandwidth between two ranks, from exchanges of many sizes."""
 
     where: str
     rate: str | None
     line: Line
     sizes: tuple[int, ...]
     medians: tuple[float, ...]
-    predicted_bandwidth: float
 
 
 def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
@@ -123,9 +118,7 @@ def link_fit(samples: Sequence[Sample], where: str = "across") -> LinkFit:
     if not sizes:
         raise ValueError(f"the study has no exchanges {where!r}; use 'inside', 'across' or 'ring'")
     times = [median(seconds_of(of_link, bytes=size)) for size in sizes]
-    rate = of_link[0]["rate"]
-    bandwidth = math.inf if where == "inside" else link_bandwidth(rate)
-    return LinkFit(where, rate, fit_line(sizes, times), tuple(sizes), tuple(times), bandwidth)
+    return LinkFit(where, of_link[0]["rate"], fit_line(sizes, times), tuple(sizes), tuple(times))
 
 
 @dataclass(frozen=True)
@@ -245,7 +238,6 @@ class SavingsRow:
     predicted: float
     measured: float
     bought: float
-    predicted_bought: float
     samples: tuple[float, ...]
 
 
@@ -259,18 +251,9 @@ def savings_rows(samples: Sequence[Sample]) -> list[SavingsRow]:
         m = sample["micro_batches"]
         raw = tuple(t / m for t in seconds_of(steps, variant=variant, rate=rate))
         found[variant] = sample["bytes_across"] / m, predicted_ddp_step(samples, sample).step / m, raw
-    _, base_predicted, base_raw = found["buckets"]
+    base = median(found["buckets"][2])
     return [
-        SavingsRow(
-            variant,
-            rate,
-            across,
-            predicted,
-            median(raw),
-            median(base_raw) / median(raw),
-            base_predicted / predicted,
-            raw,
-        )
+        SavingsRow(variant, rate, across, predicted, median(raw), base / median(raw), raw)
         for variant, (across, predicted, raw) in found.items()
     ]
 
@@ -302,16 +285,14 @@ class PlacementRow:
     Attributes:
         bytes_across: Bytes that leave a host in a step, by the formula.
         counted: The same, counted by the network card, without what headers take.
-        link_seconds: What those bytes take at least, bytes_across / W; 0 on a link that is not throttled.
-        predicted: link_seconds and the step's time on the link that is not throttled, one after the other. What
-            overlaps makes the step shorter, but never shorter than link_seconds.
+        predicted: What those bytes take at least, bytes_across / W, and the step's time on the link that is not
+            throttled, one after the other. What overlaps makes the step shorter, but never shorter than the first.
     """
 
     layout: str
     rate: str | None
     bytes_across: float
     counted: float
-    link_seconds: float
     predicted: float
     measured: float
     loss: float
@@ -353,6 +334,6 @@ def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
         counted = payload(last["card_bytes"])
         predicted = link + median(seconds_of(steps, layout=layout, rate=None))
         rows.append(
-            PlacementRow(layout, rate, last["bytes_across"], counted, link, predicted, median(raw), last["loss"], raw)
+            PlacementRow(layout, rate, last["bytes_across"], counted, predicted, median(raw), last["loss"], raw)
         )
     return sorted(rows, key=lambda row: row.bytes_across)

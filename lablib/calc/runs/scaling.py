@@ -153,7 +153,6 @@ def predicted_step(
     ranks: int,
     bandwidth: float,
     hidden: bool,
-    still_costs: float = 0.0,
 ) -> dict[str, float]:
     """Predict a step of fully sharded data parallelism from what one rank measured and what its link carries.
 
@@ -164,7 +163,6 @@ def predicted_step(
         forward: Seconds of the forward passes of a step on a rank, without communication; `backward` likewise.
         gather_bytes: Bytes of all weights as they are gathered, once.
         scatter_bytes: Bytes of all gradients as they are reduced.
-        still_costs: Seconds that a hidden second costs.
 
     Returns:
         Seconds: compute, communication (all of it), exposed (what the step waits for), and step.
@@ -175,9 +173,7 @@ def predicted_step(
     gather, scatter = gather_bytes * part, scatter_bytes * part
 
     def added(sending: float, computing: float) -> float:
-        if not hidden:
-            return sending
-        return max(0.0, sending - computing) + still_costs * min(sending, computing)
+        return max(0.0, sending - computing) if hidden else sending
 
     exposed = added(gather, forward) + added(gather + scatter, backward)
     compute = forward + backward + other

@@ -27,7 +27,7 @@ Read `actions` first. Chapter 04.
 
 from __future__ import annotations
 
-from lablib.calc.schedules.actions import Action, Overlap, Schedule, Step, parse_action, parse_schedule
+from lablib.calc.schedules.actions import Action, Schedule, Step, parse_action, parse_schedule
 from lablib.calc.schedules.generators import (
     dualpipe_v,
     gpipe,
@@ -49,14 +49,13 @@ from lablib.calc.schedules.stages import (
     layers_per_stage,
     stage_layers,
 )
-from lablib.calc.schedules.text import ScheduleError, step_grid, to_csv
+from lablib.calc.schedules.text import ScheduleError, to_csv
 from lablib.calc.schedules.validation import check_chart, needs, validate
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Event",
-    "Overlap",
     "Schedule",
     "ScheduleError",
     "Step",
@@ -79,7 +78,6 @@ __all__ = [
     "schedule_names",
     "simulate",
     "stage_layers",
-    "step_grid",
     "time_grid",
     "to_csv",
     "validate",

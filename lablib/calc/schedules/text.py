@@ -17,7 +17,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from lablib.calc.schedules.actions import Overlap, Schedule
 
@@ -91,11 +90,8 @@ def table(corner: str, heads: Sequence[str], body: Sequence[Sequence[str]], note
     return "\n".join((line + note).rstrip() for line, note in zip(lines, ["", *notes], strict=True))
 
 
-def to_csv(schedule: Schedule, path: str | Path | None = None) -> str:
+def to_csv(schedule: Schedule) -> str:
     """Return the schedule as PyTorch's "compute_only" CSV."""
     buffer = io.StringIO()
     csv.writer(buffer).writerows(schedule.ranks)
-    text = buffer.getvalue()
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8", newline="")
-    return text
+    return buffer.getvalue()

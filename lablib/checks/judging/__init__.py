@@ -10,18 +10,16 @@ Read `table` first.
 """
 
 from lablib.checks.judging.guard import Wrong, own_line
-from lablib.checks.judging.ranks import PATIENCE, on_ranks
-from lablib.checks.judging.table import Row, Slip, alike, compare, name_the_mistake, recognize, refuse
+from lablib.checks.judging.ranks import on_ranks
+from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import as_float, by_name, chosen, close, close_bytes, numbers, pair, some, whole
 from lablib.checks.judging.verdict import Verdict, check
 
 __all__ = [
-    "PATIENCE",
     "Row",
     "Slip",
     "Verdict",
     "Wrong",
-    "alike",
     "as_float",
     "by_name",
     "check",

@@ -27,15 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lablib.calc.parallel import (
-    FSDPTraffic,
-    Unit,
-    UnshardedState,
-    check_reshard,
-    fsdp_traffic,
-    gathered_timeline,
-    padded,
-)
+from lablib.calc.parallel import Unit, UnshardedState, check_reshard, gathered_timeline, padded
 from lablib.calc.torch_versions import torch_facts
 from lablib.calc.units import format_bytes
 from lablib.launch.fsdp.wrapping import Rule, calc_units, tied_parameters, wrap_units
@@ -82,21 +74,6 @@ class ShardReport:
     def unit_shard(self, unit: Unit) -> int:
         """Return the parameters of a unit that a rank keeps, padding included."""
         return padded(unit.shapes + unit.frozen, self.shards) // self.shards
-
-    def traffic(self, *, micro_batches: int = 1, sync_every: bool = True, keep_gathered: bool = False) -> FSDPTraffic:
-        """Return the collectives of one optimizer step of this model, as `lablib.calc.parallel.fsdp` counts them."""
-        return fsdp_traffic(
-            self.units,
-            self.shards,
-            replicas=self.replicas,
-            reshard=self.reshard,
-            root_reshard=self.root_reshard,
-            param_bytes=self.param_bytes,
-            reduce_bytes=self.reduce_bytes,
-            micro_batches=micro_batches,
-            sync_every=sync_every,
-            keep_gathered=keep_gathered,
-        )
 
     def gathered_timeline(self) -> list[UnshardedState]:
         """Return what is unsharded after every event of a step of this model, by `lablib.calc.parallel.fsdp`."""

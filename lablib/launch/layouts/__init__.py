@@ -17,23 +17,19 @@ from lablib.launch.layouts.pipeline_runs import (
     measured_times,
     microbatch_windows,
     predicted_peaks,
-    torch_pipeline,
     torch_step,
     watched_step,
 )
-from lablib.launch.layouts.tp_plan import block_plan, ends_plan, split_by_plan
+from lablib.launch.layouts.tp_plan import split_by_plan
 
 __all__ = [
     "TORCH_SCHEDULES",
-    "block_plan",
-    "ends_plan",
     "fsdp_gathers",
     "measured_times",
     "microbatch_windows",
     "predicted_peaks",
     "run_miniature",
     "split_by_plan",
-    "torch_pipeline",
     "torch_step",
     "try_orders",
     "watched_step",

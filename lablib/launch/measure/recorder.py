@@ -246,17 +246,15 @@ class Call:
         return f"{self.op} of {', '.join(map(str, map(list, self.sizes)))} {'/'.join(self.dtypes)}"
 
 
-def flight_recorder_settings(folder: str | Path, entries: int = 2000) -> dict[str, str]:
+def flight_recorder_settings(folder: str | Path) -> dict[str, str]:
     """Return the environment variables that switch the recorder on, under their new and their old names.
 
     Source: "ProcessGroupNCCL Environment Variables" in PyTorch's documentation.
     """
-    if entries < 1:
-        raise ValueError(f"entries={entries} must be at least 1; the recorder is a ring of so many calls")
-    prefix = str(Path(folder) / PREFIX)
+    prefix, entries = str(Path(folder) / PREFIX), "2000"  # the recorder is a ring of so many calls
     return {
-        "TORCH_FR_BUFFER_SIZE": str(entries),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries),
+        "TORCH_FR_BUFFER_SIZE": entries,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": entries,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,

@@ -230,24 +230,16 @@ def gloo_is_busy() -> bool:
     return False
 
 
-def step_traces(
-    wrapper: str,
-    *,
-    ranks: int = 2,
-    width: int = 512,
-    layers: int = 4,
-    tokens: int = 512,
-    bucket_bytes: int = 2**20,
-    folder: str | Path | None = None,
-) -> list[Trace]:
+def step_traces(wrapper: str, *, ranks: int = 2, width: int = 512, layers: int = 4, tokens: int = 512) -> list[Trace]:
     """Return the traces of a training step of PyTorch's own wrapper on CPU ranks, in rank order."""
     if wrapper not in WRAPPERS:
         raise ValueError(f"wrapper={wrapper!r} is unknown; use {' or '.join(WRAPPERS)}")
-    place = None if folder is None else str(Path(folder).resolve())
-    return run_ranks(traced_step, ranks, wrapper, width, layers, tokens, bucket_bytes, place)
+    return run_ranks(traced_step, ranks, wrapper, width, layers, tokens)
 
 
-def traced_step(wrapper: str, width: int, layers: int, tokens: int, bucket_bytes: int, folder: str | None) -> Trace:
+def traced_step(
+    wrapper: str, width: int, layers: int, tokens: int, bucket_bytes: int = 2**20, folder: str | None = None
+) -> Trace:
     """Train on this rank and return the trace of one step: forward, backward and SGD."""
     model = linear_stack(width, layers)
     if wrapper == "ddp":

@@ -4,7 +4,7 @@ Autocast stands between the model and the operators. Each operator is on one of 
 (matmuls), run it in fp32 (logarithms, powers, norms on a GPU), make its inputs agree on the widest dtype (bilinear,
 index_put), or leave it alone. `trace_autocast` looks below autocast, where a cast is an operator, `_to_copy`.
 
-`precision_memory` counts states and activations of three recipes in PyTorch, beside the calculators.
+`precision_memory` counts states and activations of three recipes in PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lablib.calc.memory import autocast_activations, training_memory
 from lablib.calc.models import ModelConfig
 from lablib.launch.measure import measure_states, saved_activations
 from lablib.launch.torch_private import TorchDispatchMode, tree_leaves
@@ -170,9 +169,7 @@ class PrecisionMemory:
     recipe: str  # a name in `lablib.calc.precision.recipes`
     params: int  # parameters of the model
     states: int  # weights, gradients, master weights and moments, measured
-    predicted_states: int  # the same from the calculator
     activations: int  # what autograd kept, measured; with the casts of weights under autocast
-    predicted_activations: int  # the same from the calculator
 
     @property
     def states_per_param(self) -> float:
@@ -202,15 +199,5 @@ def _measure(config: ModelConfig, recipe: str, batch: int, seq: int) -> Precisio
         weights.take_gradients()
     optimizer.step()
     states = measure_states(working, optimizer) | {"gradients": states["gradients"]}
-    predicted = training_memory(config, recipe=recipe, micro_batch=batch, seq=seq, implementation="toy")
-    expected = predicted.activations
-    if recipe == "autocast-bf16":
-        expected = sum(autocast_activations(config, batch=batch, seq=seq).values())
-    return PrecisionMemory(
-        recipe,
-        sum(p.numel() for p in working.parameters()),
-        sum(states.values()),
-        predicted.states,
-        saved.total,
-        expected,
-    )
+    params = sum(p.numel() for p in working.parameters())
+    return PrecisionMemory(recipe, params, sum(states.values()), saved.total)

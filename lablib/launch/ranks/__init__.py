@@ -22,7 +22,6 @@ from lablib.launch.ranks.agreement import (
     own_rank,
     readable,
 )
-from lablib.launch.ranks.handle import ending
 from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
 from lablib.launch.ranks.transport import (
     check_device,
@@ -43,7 +42,6 @@ __all__ = [
     "agree",
     "check_device",
     "count_ranks",
-    "ending",
     "environment",
     "explain",
     "from_rank_0",

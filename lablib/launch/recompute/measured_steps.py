@@ -39,8 +39,6 @@ class MeasuredStep:
     strategy: str  # its name
     saved_bytes: int  # alive when forward ends, as `RecomputeCost.saved_bytes`
     peak_bytes: int  # the most that forward and its repetitions kept, as `RecomputeCost.peak_bytes`
-    # the most that was alive at once, with temporaries and all gradients; no formula here predicts it
-    live_peak_bytes: int
     host_bytes: int  # copied to the host in forward
     forward_flops: int  # of the forward pass, by FlopCounterMode
     extra_flops: int  # of what ran again in backward
@@ -90,7 +88,6 @@ def measure_step(
         strategy=strategy,
         saved_bytes=saved - held,
         peak_bytes=tracker.kept_peak - held,
-        live_peak_bytes=tracker.peak,
         host_bytes=host_bytes,
         forward_flops=counted[0],
         extra_flops=counted[1],
@@ -178,14 +175,12 @@ def predicted_cost(
     )
 
 
-def find_largest_batch(
-    budget_bytes: int, model: Transformer, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: Any
-) -> int:
-    """Return the largest batch whose measured peak, with `fixed_bytes`, fits a budget, by running batches."""
+def find_largest_batch(budget_bytes: int, model: Transformer, strategy: str, *, seq: int, **how: Any) -> int:
+    """Return the largest batch whose measured peak fits a budget, by running batches."""
 
     def fits(batch: int) -> bool:
         step = measure_step(model, strategy, batch=batch, seq=seq, flops=False, **how)
-        return fixed_bytes + step.peak_bytes <= budget_bytes
+        return step.peak_bytes <= budget_bytes
 
     return largest_that_fits(fits)
 
@@ -200,7 +195,6 @@ class Gathers:
     order: str  # where recomputation was
     all_gathers: tuple[int, int]  # all-gathers in forward, and in backward
     reduce_scatters: int  # reduce-scatters in backward
-    gathered_bytes: int  # bytes of full parameters that all-gathers brought together
     gradient_error: float  # how far gradients are from one process without recomputation
 
 
@@ -220,7 +214,7 @@ class _Around(nn.Module):
         return x_BSH
 
 
-def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int = 4) -> Gathers:
+def fsdp_gathers(order: str, *, reshard_after_forward: bool = True) -> Gathers:
     """Run one step of a small model under FSDP2, a unit a block, and count what it communicates.
 
     Backward gathers a unit's parameters anyway, and the replay runs inside of that: recomputation costs FSDP2 no
@@ -237,9 +231,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
-    if layers % 2:
-        raise ValueError(f"layers={layers} must be even: segments take two blocks")
-    config = tiny_config("llama", num_layers=layers, hidden=16, vocab=31)
+    config = tiny_config("llama", num_layers=4, hidden=16, vocab=31)
     windows = torch.randint(config.vocab, (2, 9), generator=torch.Generator().manual_seed(1))
 
     def build() -> Transformer:
@@ -260,7 +252,7 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
     if order in ("outside", "segments"):
         length = 1 if order == "outside" else 2
         blocks = list(model.blocks)
-        model.blocks = nn.ModuleList(_Around(*blocks[i : i + length]) for i in range(0, layers, length))
+        model.blocks = nn.ModuleList(_Around(*blocks[i : i + length]) for i in range(0, len(blocks), length))
     with record_comms() as log:
         loss = model(windows[:, :-1])
         loss = torch.nn.functional.cross_entropy(loss.flatten(0, 1), windows[:, 1:].flatten())
@@ -275,7 +267,6 @@ def fsdp_gathers(order: str, *, reshard_after_forward: bool = True, layers: int 
         order=order,
         all_gathers=(forward, log.calls["all_gather"] - forward),
         reduce_scatters=log.calls["reduce_scatter"],
-        gathered_bytes=log.bytes["all_gather"],
         gradient_error=max(errors),
     )
 

@@ -27,11 +27,7 @@ _LARGEST = 2**30  # bytes; a line of metrics has some 500
 
 
 class JsonLines:
-    """Appends lines to a file.
-
-    Attributes:
-        path: The file.
-    """
+    """Appends lines to a file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -173,8 +173,6 @@ def kill_and_resume(
     ranks: int = 2,
     save_every: int = 4,
     kill: tuple[int, int] = (1, 6),
-    timeout: float = 120,
-    device: str = "cpu",
 ) -> ResumedRun:
     """Train under torchrun, kill one (rank, after a step) with SIGKILL once, and let torchrun start the job again."""
     config = TrainConfig(folder=folder, **settings)
@@ -186,15 +184,7 @@ def kill_and_resume(
     script = repository_root() / "labs" / "scripts" / "train_resilient.py"
     options = ["--save-every", str(save_every), "--kill", f"{kill[0]}:{kill[1]}"]
     job = torchrun(
-        script,
-        str(folder),
-        json.dumps(dict(settings)),
-        *options,
-        ranks=ranks,
-        max_restarts=1,
-        timeout=timeout,
-        preload=_PRELOAD,
-        device=device,
+        script, str(folder), json.dumps(dict(settings)), *options, ranks=ranks, max_restarts=1, preload=_PRELOAD
     )
     if job.returncode:
         raise RuntimeError(f"the job ended with {job.returncode}. {job.meaning or ''}\n{job.log[-4000:]}")
@@ -206,11 +196,9 @@ def kill_and_resume(
     )
 
 
-def train_undisturbed(
-    folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2, device: str = "cpu"
-) -> list[float]:
+def train_undisturbed(folder: str | Path, settings: Mapping[str, Any], *, ranks: int = 2) -> list[float]:
     """Return the losses of the same run without checkpoints and without a kill."""
-    run_ranks(_train, ranks, TrainConfig(folder=folder, **settings), device=device)
+    run_ranks(_train, ranks, TrainConfig(folder=folder, **settings))
     return [step["loss"] for step in read_metrics(folder)]
 
 

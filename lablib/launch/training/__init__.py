@@ -33,15 +33,7 @@ from lablib.launch.training.finetune import (
 )
 from lablib.launch.training.lora import add_lora, save_adapters
 from lablib.launch.training.metrics import METRIC_KEYS, read_metrics
-from lablib.launch.training.token_data import (
-    IGNORE_INDEX,
-    SampleOrder,
-    Task,
-    TaskFlops,
-    TokenWindows,
-    open_tokens,
-    text_tokens,
-)
+from lablib.launch.training.token_data import IGNORE_INDEX, SampleOrder, TokenWindows, open_tokens, text_tokens
 from lablib.launch.training.train_config import TrainConfig, config_from_args, train_model, train_parser
 from lablib.launch.training.trainer import Callback, Trainer
 
@@ -58,8 +50,6 @@ __all__ = [
     "SaveEvery",
     "StopOnSignal",
     "StragglerWatch",
-    "Task",
-    "TaskFlops",
     "TokenWindows",
     "TrainConfig",
     "Trainer",

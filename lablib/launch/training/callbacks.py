@@ -240,19 +240,19 @@ def time_matmul(device: torch.device, repeats: int = 5) -> list[float]:
 
 
 class SaveEvery(Callback):
-    """Saves a checkpoint every so many steps, in the background unless `wait`, and one at the end."""
+    """Saves a checkpoint every so many steps, in the background, and one at the end."""
 
-    def __init__(self, steps: int, *, wait: bool = False) -> None:
+    def __init__(self, steps: int) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} between checkpoints must be at least 1")
-        self.steps, self.wait = steps, wait
+        self.steps = steps
 
     def on_step(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Save if it is time."""
         if trainer.step % self.steps == 0:
             trainer.finish_saving()  # a save in the background uses the group that `check_room` asks
             check_room(trainer.checkpoints)
-            trainer.save(wait=self.wait)
+            trainer.save(wait=False)
 
     def on_end(self, trainer: Trainer) -> None:
         """Save the last step; after a failure there is nothing to save."""
@@ -270,8 +270,7 @@ class StopOnSignal(Callback):
     A second Ctrl-C interrupts at once. What is ignored already, such as SIGHUP under nohup, stays ignored.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) -> None:
-        self.signals = signals
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
 
     def on_start(self, trainer: Trainer) -> None:
@@ -282,7 +281,7 @@ class StopOnSignal(Callback):
             if number == signal.SIGINT:  # asked twice, somebody does not want to wait for the step
                 signal.signal(number, signal.default_int_handler)
 
-        for number in self.signals:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, note)
 
@@ -317,13 +316,9 @@ class KillOnce(Callback):
 class LogEvents(Callback):
     """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end."""
 
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self._folder = folder
-        self._saved: Path | None = None
-
     def on_start(self, trainer: Trainer) -> None:
         """Log process, host, attempt and the step that the run starts from."""
-        self._log = RankLog(self._folder or trainer.folder / "events", trainer.rank)
+        self._log = RankLog(trainer.folder / "events", trainer.rank)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         ranks, host = trainer.world_size, os.uname().nodename
         self._log.write("start", step=trainer.step, ranks=ranks, attempt=attempt, pid=os.getpid(), host=host)

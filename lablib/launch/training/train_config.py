@@ -63,16 +63,12 @@ def train_model(name: str) -> ModelConfig:
     try:
         config = preset(_ALIASES.get(name, name))
     except ValueError:
-        known = ", ".join((*MODELS, *(n for n in preset_names() if _buildable(n))))
-        raise ValueError(f"model={name!r} is unknown; use {known}") from None
+        buildable = [n for n in preset_names() if preset(n).family in ("gpt2", "llama", "qwen2")]
+        raise ValueError(f"model={name!r} is unknown; use {', '.join((*MODELS, *buildable))}") from None
     if config.family == "qwen2":
         config = replace(config, family="llama")
     check_config(config)
     return config
-
-
-def _buildable(name: str) -> bool:
-    return preset(name).family in ("gpt2", "llama", "qwen2")
 
 
 def _option(default: Any, text: str) -> Any:

@@ -15,13 +15,13 @@ Paper: Thakur, Rabenseifner and Gropp 2005.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lablib.calc.communication import Traffic, chunk_sizes
+from lablib.calc.communication import Traffic
+from lablib.calc.errors import must_divide
 from lablib.toys.collectives.ring import (
     Wire,
     chunks,
@@ -78,36 +78,19 @@ def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
     return NodeTraffic(scattered + gathered, across)
 
 
-def pairwise_all_to_all(
-    output: Tensor,
-    input: Tensor,
-    output_sizes: Sequence[int] | None = None,
-    input_sizes: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Traffic:
-    """Exchange pieces between all pairs of ranks in n - 1 steps: a rank sends (n-1)/n · S bytes.
+def pairwise_all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
+    """Exchange equal pieces between all pairs of ranks in n - 1 steps: a rank sends (n-1)/n · S bytes.
 
     Args:
         output: What comes, one piece of each rank after the other.
         input: What leaves, one piece for each rank after the other; contiguous, like `output`.
-        output_sizes: Elements of each piece that comes; None cuts `output` as evenly as can be. Where the pieces
-            differ, give both: what rank i calls `input_sizes[j]` rank j must call `output_sizes[i]`.
-        input_sizes: The same for `input`.
     """
     wire = Wire(group)
-    coming = _pieces(output, output_sizes, wire.size, "output")
-    leaving = _pieces(input, input_sizes, wire.size, "input")
-    same_size(coming[wire.rank], leaving[wire.rank], "the output's piece", "the input's piece of this rank")
+    must_divide("ranks", wire.size, "input", input.numel())
+    same_size(output, input, "the output", "the input")
+    coming, leaving = chunks(flat(output), wire.size), chunks(flat(input), wire.size)
     coming[wire.rank].copy_(leaving[wire.rank])
     for step in range(1, wire.size):
         to, source = (wire.rank + step) % wire.size, (wire.rank - step) % wire.size
         wire.exchange(send=leaving[to], to=to, receive=coming[source], source=source)
     return wire.traffic
-
-
-def _pieces(tensor: Tensor, sizes: Sequence[int] | None, parts: int, name: str) -> list[Tensor]:
-    row = flat(tensor)
-    sizes = chunk_sizes(row.numel(), parts) if sizes is None else list(sizes)
-    if len(sizes) != parts or sum(sizes) != row.numel() or min(sizes) < 0:
-        raise ValueError(f"{name}_sizes={sizes} must be {parts} sizes that add up to {row.numel()} elements")
-    return list(row.split(sizes))

@@ -21,7 +21,7 @@ from lablib.toys.context_parallel.cp_transformer import (
 )
 from lablib.toys.context_parallel.gathered import gathered_attention
 from lablib.toys.context_parallel.ring import ring_attention
-from lablib.toys.context_parallel.softmax import Partial, attend, attend_backward, merge
+from lablib.toys.context_parallel.softmax import attend, merge
 from lablib.toys.context_parallel.split import needed_blocks, num_chunks, shard, token_positions, unshard, visible
 from lablib.toys.context_parallel.ulysses import swap, ulysses_attention
 
@@ -30,9 +30,7 @@ __all__ = [
     "ORDERS",
     "WAYS",
     "ContextParallelTransformer",
-    "Partial",
     "attend",
-    "attend_backward",
     "average_gradients",
     "forgetful",
     "gathered_attention",

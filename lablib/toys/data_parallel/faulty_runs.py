@@ -7,7 +7,6 @@ find.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from lablib.calc.errors import must_divide
 from lablib.toys.data_parallel.ddp import NaiveDDP
 
 #: What a run can have, in the words of the chapter.
@@ -101,41 +101,28 @@ class Chart:
     samples: list[list[list[int]]] = field(default_factory=list)
 
 
-def _small_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+SAMPLES, GLOBAL_BATCH = 48, 8  # in an epoch; in a step, over all ranks
 
 
-def train_regression(
-    name: str,
-    *,
-    epochs: int = 3,
-    samples: int = 48,
-    global_batch: int = 8,
-    lr: float = 0.05,
-    seed: int = 0,
-    make_model: Callable[[], nn.Module] = _small_model,
-) -> Chart:
+def train_regression(name: str, *, epochs: int = 3, seed: int = 0) -> Chart:
     """Train a small regression with SGD on every rank, and return this rank's chart.
 
     Call it on all ranks. Each rank seeds its generator with its own number, as programs with dropout do, and
     builds its model after that. The data are the same whatever the number of ranks.
 
     Args:
-        global_batch: Samples of one step, over all ranks; a multiple of the number of ranks.
         seed: Of the data and the shuffle.
-        make_model: Builds a model from 8 numbers to 1.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if global_batch % ranks:
-        raise ValueError(f"ranks={ranks} does not divide global_batch={global_batch}")
-    chosen, chart, batch = get_run(name), Chart(), global_batch // ranks
+    must_divide("ranks", ranks, "global_batch", GLOBAL_BATCH)
+    chosen, chart, batch = get_run(name), Chart(), GLOBAL_BATCH // ranks
     data = torch.Generator().manual_seed(seed)
-    x_ND = torch.randn(samples, 8, generator=data)
+    x_ND = torch.randn(SAMPLES, 8, generator=data)
     y_N1 = torch.sin(x_ND.sum(dim=1, keepdim=True))
     torch.manual_seed(rank)
-    model = chosen.wrap(make_model())
-    sampler = chosen.sampler(samples, ranks=ranks, rank=rank, seed=seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    model = chosen.wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    sampler = chosen.sampler(SAMPLES, ranks=ranks, rank=rank, seed=seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)

@@ -11,15 +11,8 @@
 Read `plain` first, beside chapter 13, then the others in this order.
 """
 
-from lablib.toys.expert_parallel.collapse import BALANCING, Groups, Step, train_mixture
-from lablib.toys.expert_parallel.dispatcher import (
-    DispatchHandle,
-    combine,
-    dispatch,
-    permute,
-    unpermute,
-    within_capacity,
-)
+from lablib.toys.expert_parallel.collapse import BALANCING, Groups, train_mixture
+from lablib.toys.expert_parallel.dispatcher import combine, dispatch, permute, unpermute, within_capacity
 from lablib.toys.expert_parallel.experts import (
     Experts,
     average_gradients,
@@ -28,7 +21,7 @@ from lablib.toys.expert_parallel.experts import (
     own_group,
     routed_parameters,
 )
-from lablib.toys.expert_parallel.layer import MoE, Routing
+from lablib.toys.expert_parallel.layer import MoE
 from lablib.toys.expert_parallel.moe_transformer import MoETransformer, fold, tiny_mixture
 from lablib.toys.expert_parallel.plain import moe_forward
 from lablib.toys.expert_parallel.router import (
@@ -36,20 +29,16 @@ from lablib.toys.expert_parallel.router import (
     count_choices,
     largest_share,
     load_balancing_loss,
-    max_violation,
     update_bias,
     z_loss,
 )
 
 __all__ = [
     "BALANCING",
-    "DispatchHandle",
     "Experts",
     "Groups",
     "MoE",
     "MoETransformer",
-    "Routing",
-    "Step",
     "TopKRouter",
     "average_gradients",
     "combine",
@@ -60,7 +49,6 @@ __all__ = [
     "largest_share",
     "load_balancing_loss",
     "loop_product",
-    "max_violation",
     "moe_forward",
     "own_group",
     "permute",

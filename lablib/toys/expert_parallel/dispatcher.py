@@ -65,25 +65,19 @@ def unpermute(rows_RH: Tensor, order_R: Tensor, weights_Tk: Tensor) -> Tensor:
     return rows_RH.new_zeros(tokens, rows_RH.shape[-1]).index_add(0, order_R // k, weighted_RH)
 
 
-def within_capacity(chosen_Tk: Tensor, experts: int, capacity: int, weights_Tk: Tensor | None = None) -> Tensor:
+def within_capacity(chosen_Tk: Tensor, experts: int, capacity: int) -> Tensor:
     """Return which choices find room, kept_Tk.
 
     Everybody's first choice comes before anybody's second, and among these the earlier token, as in DeepSpeed's
-    `top2gating`. So the last tokens of a batch are dropped, whatever they are. With weights the highest comes first.
+    `top2gating`. So the last tokens of a batch are dropped, whatever they are.
 
     Args:
         capacity: C, rows that an expert takes.
-        weights_Tk: To let weights decide in place of positions.
     """
     queue_C = chosen_Tk.t().flatten()  # all first choices, then all second ones
-    order_C = torch.arange(len(queue_C), device=queue_C.device)
-    if weights_Tk is not None:
-        order_C = weights_Tk.detach().t().flatten().argsort(descending=True, stable=True)
-    arrived_CE = F.one_hot(queue_C[order_C], experts).cumsum(dim=0)
-    place_C = arrived_CE.gather(1, queue_C[order_C].unsqueeze(-1)).squeeze(-1)  # 1 for the first at an expert
-    kept_C = torch.empty_like(queue_C, dtype=torch.bool)
-    kept_C[order_C] = place_C <= capacity
-    return kept_C.view(chosen_Tk.shape[::-1]).t()
+    arrived_CE = F.one_hot(queue_C, experts).cumsum(dim=0)
+    place_C = arrived_CE.gather(1, queue_C.unsqueeze(-1)).squeeze(-1)  # 1 for the first at an expert
+    return (place_C <= capacity).view(chosen_Tk.shape[::-1]).t()
 
 
 class _AllToAll(torch.autograd.Function):

@@ -20,7 +20,7 @@ Shapes: T tokens, H hidden width, E experts, k experts of a token, N nodes.
 Sources: Jiang et al. 2024 (Mixtral, 2401.04088), whose softmax over the k highest logits is `normalized`; Qwen3-MoE in
 Hugging Face, which has both settings; DeepSeek-AI 2024 (2412.19437), section 2.1.2, for sigmoid, bias and nodes;
 Lepikhin et al. 2020 (GShard, 2006.16668) and Fedus et al. 2021 (Switch, 2101.03961), equations 4 to 6, for the loss;
-Zoph et al. 2022 (ST-MoE, 2202.08906) for `z_loss`; Wang et al. 2024 (2408.15664) for `max_violation`.
+Zoph et al. 2022 (ST-MoE, 2202.08906) for `z_loss`.
 """
 
 from __future__ import annotations
@@ -169,12 +169,6 @@ def update_bias(router: TopKRouter, counts_E: Tensor, speed: float) -> None:
         )
     load_E = counts_E.to(router.bias_E.dtype)
     router.bias_E += speed * torch.sign(load_E.mean() - load_E)
-
-
-def max_violation(counts_E: Tensor) -> float:
-    """Return the load of the busiest expert above the mean, over the mean: 0 is even, E - 1 is one expert for all."""
-    total = int(counts_E.sum())
-    return int(counts_E.max()) * len(counts_E) / total - 1 if total else 0.0
 
 
 def largest_share(counts_E: Tensor) -> float:

@@ -3,7 +3,7 @@
     model = parallelize(Transformer(config), group)   # or sequence_parallel="keep" or "shard"
     model.loss(tokens).backward()                     # the same tokens on every rank
     optimizer.step()                                  # an ordinary one, over the local parameters
-    state = full_state_dict(model)                    # as if nothing had been split
+    model.gather(name, model.state_dict()[name])      # as if nothing had been split
 
 A block: norm -> columns (q, k, v or up, gate) -> heads or inner values of this rank -> row (out or down).
 Between columns and row the ranks have nothing to say to each other.
@@ -222,28 +222,6 @@ def parallelize(
     if model.dropout.p:
         raise ValueError(f"dropout={model.dropout.p} is not supported with tensor parallelism; use 0")
     return ParallelTransformer(model, group, sequence_parallel)
-
-
-def full_state_dict(model: ParallelTransformer) -> dict[str, Tensor]:
-    """Return the state dict of the full model, the same on every rank. Every rank must call it."""
-    return {name: model.gather(name, piece) for name, piece in model.state_dict().items()}
-
-
-@torch.no_grad()
-def load_full_state_dict(model: ParallelTransformer, state: dict[str, Tensor]) -> None:
-    """Copy this rank's slices out of the state dict of the full model."""
-    mine = model.state_dict()
-    if wrong := sorted(mine.keys() ^ state.keys()):
-        raise ValueError(f"these names are only in one of model and state dict: {', '.join(wrong)}")
-    for name, piece in mine.items():
-        owner, _, leaf = name.rpartition(".")
-        dim, split = getattr(model.get_submodule(owner), "splits", {}).get(leaf, (0, None))
-        shape = list(piece.shape)
-        if split is not None:
-            shape[dim] = split.bounds[-1][1]
-        if shape != list(state[name].shape):
-            raise ValueError(f"{name}: the model has {shape}, the state dict {list(state[name].shape)}")
-        piece.copy_(state[name] if split is None else split.cut(state[name], dim, model.group.rank()))
 
 
 def _kv_replicas(config: ModelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:

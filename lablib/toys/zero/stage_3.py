@@ -276,19 +276,9 @@ class ZeRO3(ZeRO1):
             for name, tensor in state.items()
         }
 
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank."""
-        for unit in self.units:
-            self._unshard_and_prefetch(unit, {})
-        self.module.load_state_dict(state)
-        for flat in self.flats:
-            flat.shard.copy_(flat.full.chunk(flat.world_size)[flat.rank])
-            flat.reshard()
-
     def _before_load(self, *_: object) -> None:
         if any(not flat.is_unsharded for flat in self.flats):
-            raise RuntimeError("the weights are sharded; use model.load_full_state_dict(state)")
+            raise RuntimeError("the weights are sharded; load them first, then wrap")
 
     def state_dict(self, *_: object, **__: object) -> dict[str, Tensor]:
         """Refuse: the parameters have no values here."""

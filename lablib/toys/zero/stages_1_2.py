@@ -7,9 +7,6 @@ DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer betwee
 Stage 1 has the full gradient on every rank until its step. In stage 2 a bucket of gradients leaves as soon as backward
 has filled it, and what comes back is this rank's piece.
 
-Below the classes is what a checkpoint needs: the optimizer's state by parameter name. Shards depend on the number of
-ranks, names do not: what four ranks of stage 3 saved, one rank of stage 1 can load.
-
 Paper: Rajbhandari et al. 2019, ZeRO (arXiv 1910.02054), sections 5.1, 5.2 and 7.
 """
 
@@ -22,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lablib.toys.data_parallel import broadcast_tensors, check_replica
-from lablib.toys.torch_names import all_gather
 from lablib.toys.zero.flat_shards import FlatShards, group_flat
 
 
@@ -202,26 +198,6 @@ class ZeRO1(nn.Module):
         """Return the state dict of the unsharded module, with its own names, on every rank."""
         return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
 
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state dict of the unsharded module, the same on every rank."""
-        self.module.load_state_dict(state)
-
-    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state by parameter name, gathered from all ranks; a tied one has its first name.
-
-        With a master copy, that is part of it, as "master": the weights alone are rounded.
-        """
-        return gather_state(self.module, self.trained, self.optimizer)
-
-    def load_full_optimizer_state(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Load the optimizer's state, the same on every rank; with the weights, training goes on where it was.
-
-        Args:
-            state: As from `full_optimizer_state`, of any number of ranks and any stage.
-        """
-        scatter_state(self.module, self.trained, self.optimizer, state)
-
 
 class ZeRO2(ZeRO1):
     """Stage 2, shard gradients too: reduce-scatter each bucket from within backward, and keep only this rank's piece.
@@ -286,64 +262,3 @@ class ZeRO2(ZeRO1):
 
 def _trained(module: nn.Module) -> set[nn.Parameter]:
     return {p for p in module.parameters() if p.requires_grad and p.numel()}
-
-
-# --- the optimizer's state by parameter name ----------------------------------------------------------------
-
-MASTER = "master"
-
-
-@torch.no_grad()
-def gather_state(
-    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    """Return the state of every parameter, on every rank."""
-    names = {p: name for name, p in module.named_parameters()}
-    states: dict[str, dict[str, Tensor]] = {}
-    for flat in flats:
-        mine = dict(optimizer.state.get(flat.sharded_param, {}))
-        if flat.master_dtype is not None:
-            flat.refresh_master()
-            mine[MASTER] = flat.sharded_param.detach()
-        for key, value in mine.items():
-            parts = [value] * len(flat.params)  # one for all, such as the number of steps
-            if isinstance(value, Tensor) and value.shape == flat.sharded_param.shape:
-                full = value.new_empty(flat.world_size * flat.width)
-                all_gather(full, value, group=flat.group)
-                parts = flat.split(full)
-            for p, part in zip(flat.params, parts, strict=True):
-                states.setdefault(names[p], {})[key] = part.clone() if isinstance(part, Tensor) else part
-    return states
-
-
-def _is_per_element(value: object, p: Tensor) -> bool:
-    """Whether a piece of state has a number for each of a parameter's; NAdam's `mu_product` is one for all."""
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-@torch.no_grad()
-def scatter_state(
-    module: nn.Module, flats: list[FlatShards], optimizer: torch.optim.Optimizer, states: dict[str, dict[str, Tensor]]
-) -> None:
-    """Give every shard its piece of the state of the parameters."""
-    names = {p: name for name, p in module.named_parameters()}
-    for flat in flats:
-        keys = {frozenset(states.get(names[p], {})) for p in flat.params}
-        if len(keys) > 1 or (flat.master_dtype is not None) != (MASTER in next(iter(keys))):
-            raise ValueError(
-                f"the state of {names[flat.params[0]]} and its neighbours is not of this model: load what "
-                "full_optimizer_state returned for the same module and master dtype"
-            )
-    for flat in flats:
-        mine = {}
-        for key, value in states.get(names[flat.params[0]], {}).items():
-            mine[key] = value
-            if key != "step" and all(_is_per_element(states[names[p]][key], p) for p in flat.params):
-                full = value.new_zeros(flat.world_size * flat.width)
-                for p, part in zip(flat.params, flat.split(full), strict=True):
-                    part.copy_(states[names[p]][key])
-                mine[key] = full.chunk(flat.world_size)[flat.rank]
-            mine[key] = mine[key].clone() if isinstance(value, Tensor) else value
-        if flat.master_dtype is not None:
-            flat.sharded_param.copy_(mine.pop(MASTER))
-        optimizer.state[flat.sharded_param] = mine

@@ -102,7 +102,6 @@ class UnitCost:
     """One unit's share.
 
     Attributes:
-        unit: Which blocks.
         stored: Bytes that it keeps on the device from forward to backward.
         transient: Bytes that it adds while its backward runs.
         released: Bytes of `stored` that backward has let go of by then: selective recomputation starts in the
@@ -124,7 +123,6 @@ class RecomputeCost:
     """The cost of a strategy for one micro-batch on one device.
 
     Attributes:
-        strategy: Its name.
         units: Each unit's share, from the first block to the last.
         embedding: Bytes kept before the first block.
         head: Bytes kept behind the last block: final norm, logits and loss.
@@ -386,7 +384,6 @@ class FrontierPoint:
     """One strategy on the plane of bytes saved and FLOPs paid.
 
     Attributes:
-        cost: What it costs.
         bytes_saved: Peak bytes less than without recomputation.
         extra_flops: FLOPs that it computes again.
         dominated_by: A strategy that saves at least as much for no more FLOPs and no more bytes to the host, and

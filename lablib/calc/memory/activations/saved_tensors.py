@@ -49,7 +49,6 @@ class Difference:
     """One tensor that the paper and eager PyTorch count differently.
 
     Attributes:
-        name: Which tensor.
         paper: Its bytes in the paper's counting; 0 where the paper has none.
         toy: Its bytes in the toy; 0 where the toy has none.
         why: The cause, in one sentence.

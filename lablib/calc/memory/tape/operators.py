@@ -58,24 +58,17 @@ class Eager:
 
     # Shapes and dtypes.
 
-    def cast(self, x: Value, item: int, label: str = "", kind: str = "") -> Value:
+    def cast(self, x: Value, item: int, label: str = "") -> Value:
         """Return x in another dtype, or x itself if it has it."""
         if self.item[x] == item:
             return x
-        return self.make("cast", [x], self.numbers(x), item, label=label, kind=kind)
+        return self.make("cast", [x], self.numbers(x), item, label=label)
 
-    def copy(self, x: Value, numbers: int = 0, label: str = "", temporary: int = 0) -> Value:
+    def copy(self, x: Value, numbers: int = 0, label: str = "") -> Value:
         """Return a copy in another layout, or a repetition of it."""
         same = numbers in (0, self.numbers(x))
-        return self.make(
-            "copy",
-            [x],
-            numbers or self.numbers(x),
-            self.item[x],
-            gradient=SHARED if same else NEW,
-            label=label,
-            temporary=temporary,
-        )
+        how = SHARED if same else NEW
+        return self.make("copy", [x], numbers or self.numbers(x), self.item[x], gradient=how, label=label)
 
     def view(self, x: Value, *, copies_back: bool = False) -> Value:
         """Return a view; its gradient may have to be copied on its way back."""
@@ -109,13 +102,13 @@ class Eager:
         temporary = numbers * item * len({*wide, *sums})
         return self.make(name, [x, y], numbers, item, keeps=keeps, kind=kind, label=label, backward_temporary=temporary)
 
-    def scale(self, x: Value, name: str = "scale", temporary: int = 0, label: str = "") -> Value:
+    def scale(self, x: Value, name: str = "scale", label: str = "") -> Value:
         """Return x times or plus something that needs no gradient and that nothing keeps."""
-        return self.make(name, [x], self.numbers(x), self.item[x], temporary=temporary, label=label)
+        return self.make(name, [x], self.numbers(x), self.item[x], label=label)
 
-    def shift(self, x: Value, name: str = "add a constant", temporary: int = 0, label: str = "") -> Value:
+    def shift(self, x: Value, name: str = "add a constant", label: str = "") -> Value:
         """Return x plus a constant or a mask: the gradient goes on as it is."""
-        return self.make(name, [x], self.numbers(x), self.item[x], gradient=SHARED, temporary=temporary, label=label)
+        return self.make(name, [x], self.numbers(x), self.item[x], gradient=SHARED, label=label)
 
     def function(self, name: str, x: Value, *, kind: str, keeps_output: bool = False, label: str = "") -> Value:
         """Return f(x), whose derivative needs the input, or the output as softmax and tanh do."""

@@ -43,7 +43,6 @@ class Value:
     """A tensor on the tape. Views have a value of their own and the storage of another.
 
     Attributes:
-        name: What it is.
         bytes: Of its values; its gradient has as many.
         storage: The value that owns the memory: itself, unless it is a view.
         needs_grad: Whether backward asks for its gradient.
@@ -63,9 +62,6 @@ class Operator:
     """One operator.
 
     Attributes:
-        name: What it is called.
-        inputs: What it reads.
-        outputs: What it makes.
         keeps: What its derivative needs.
         gradients: For each input NEW (a tensor of its own), VIEW (of a tensor of its own), SHARED (the received gradient
             itself) or NONE.
@@ -100,7 +96,6 @@ class Event:
 
     Attributes:
         direction: "forward", "replay" or "backward".
-        operator: Its name.
         kept: Bytes that backward will need.
         passing: Bytes of forward that nobody keeps, temporaries of operators included.
         gradients: Bytes of gradients of activations.
@@ -131,8 +126,6 @@ class Item:
     Attributes:
         group: "kept", "replayed" (kept, and made by a replay), "passing", "gradient" or "temporary".
         kind: For what is kept: under which term it counts.
-        name: What it is.
-        bytes: Its size.
     """
 
     group: str

@@ -1,6 +1,7 @@
 """Where every byte of an instant comes from: each term with its formula, its numbers, its source and its proof.
 
-    for line in explain_memory("gpt2", implementation="hf", micro_batch=8, seq=1024):
+    run = run_config("gpt2", implementation="hf", micro_batch=8, seq=1024)
+    for line in explain_instant(memory_timeline(run), "peak", run):
         print(line.term, line.bytes, line.formula, line.numbers, line.source)
 
 Letters: ψ parameters of this rank, N ranks that share them, n tokens of a micro-batch on this rank, s tokens of a
@@ -15,14 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from os import PathLike
 
-from lablib.calc.memory.config import RunConfig, run_config
+from lablib.calc.memory.config import RunConfig
 from lablib.calc.memory.stage import Stage
 from lablib.calc.memory.terms import AUTOGRAD, KORTHIKANTI, Term, find_term
 from lablib.calc.memory.timeline.step import MemoryInstant, Step
-from lablib.calc.memory.timeline.timeline import MemoryTimeline, memory_timeline
-from lablib.calc.models import ModelConfig
+from lablib.calc.memory.timeline.timeline import MemoryTimeline
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ class Explained:
     """One term of one instant.
 
     Attributes:
-        term: Its name.
-        bytes: Its size.
         formula: How it is counted, in the letters above.
         numbers: The same in this run's numbers.
         source: Where the formula can be checked.
@@ -46,29 +43,10 @@ class Explained:
     proof: str
 
 
-def explain_memory(
-    model: RunConfig | ModelConfig | str | PathLike,
-    *,
-    at: str = "peak",
-    step: str = "foreach",
-    stage: int | None = None,
-    out_of_place: bool = False,
-    **settings: object,
-) -> list[Explained]:
-    """Return the terms of an instant, the largest first; their bytes sum to its total.
-
-    Raises:
-        ValueError: As `memory_timeline`, and if there is no such instant.
-    """
-    run = run_config(model, **settings)
-    return explain_instant(memory_timeline(run, step=step, stage=stage, out_of_place=out_of_place), at, run, step)
-
-
 def explain_instant(timeline: MemoryTimeline, at: str, run: RunConfig, step: str = "foreach") -> list[Explained]:
     """Return the terms of an instant of a timeline, the largest first.
 
     Args:
-        timeline: What `memory_timeline` returned.
         at: "peak" or an instant's name.
         run: The settings that it was made from.
 

@@ -35,8 +35,6 @@ class MemoryTimeline:
     """The instants of one training step on one rank, in the order of time.
 
     Attributes:
-        model: Name of the model.
-        recipe: Name of the recipe.
         stage: Pipeline stage that it describes, from 0.
         ranks: Ranks of the whole run.
         seq: Tokens in a sequence.
@@ -139,7 +137,6 @@ class MemoryPeak(NamedTuple):
     """The fullest instant of a run.
 
     Attributes:
-        instant: The instant.
         step: The step that it is an instant of, on the stage that has the highest peak.
     """
 
