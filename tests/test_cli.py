@@ -173,6 +173,7 @@ def test_models_lists_every_preset_with_its_count() -> None:
         (["memory", "no/such/config.json"], "no/such/config.json"),
         (["memory", "gpt2", "--zero", "three"], "--zero"),
         (["memory", "gpt2", "--stages", "3"], "--stages"),
+        ([*PLAN, "--recipe", "fp8", "--export", "megatron"], "files are written for products in 16 bits"),
         (["memory", "gpt2", "--batch-size", "3"], "No such option: --batch-size; did you mean --micro-batch?"),
         (["plan", "gpt2", "--batch-size", "3"], "did you mean --micro-batch or --global-batch?"),
         (["memory", "gpt2", "--seq", "8kb"], "'8kb' is not a number of tokens"),

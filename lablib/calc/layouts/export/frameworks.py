@@ -144,6 +144,8 @@ def export_plan(
     Raises:
         ValueError: If nothing can be exported, or only what is more than `SLOWER` times slower than the other plan.
     """
+    if recipe and "fp8" in recipe:
+        raise ValueError(f"recipe {recipe!r}: files are written for products in 16 bits; plan without --export for FP8")
     own = {name: job[name] for name in ("seq", "global_batch", "gpus_per_node", "attention") if name in job}
     counting = counting_for(framework, model, implementation=implementation, recipe=recipe, **own)
     found = plan(model, recipe_=recipe, counting=counting, **job)

@@ -644,10 +644,14 @@ class Search:
         """Return why layouts are not counted; it depends on which degrees are above one, and not on micro-batches."""
         found: dict[str, None] = {}
         for shape in self.shapes:
-            for schedule in _options(self.fixed, "schedule", ("1f1b", "interleaved") if shape.pp > 1 else ("1f1b",)):
-                chunks = 2 if schedule == "interleaved" else 1
-                layout = replace(shape, schedule=schedule, virtual_stages=chunks)
-                found |= dict.fromkeys(filter(None, self._refusals(layout, self._stages(shape)).values()))
+            stages, seen = self._stages(shape), set()
+            for micro_batch in self._micro_batches(shape):
+                m = self.load.global_batch // shape.dp // micro_batch
+                for schedule, chunks in _schedules(self.load, shape.pp, m, self.fixed):
+                    if schedule not in seen:
+                        seen.add(schedule)
+                        layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                        found |= dict.fromkeys(filter(None, self._refusals(layout, stages).values()))
         return list(found)
 
     def _micro_batches(self, shape: Layout) -> Iterator[int]:
