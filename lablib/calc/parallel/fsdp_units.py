@@ -184,10 +184,7 @@ def peak_unsharded_bytes(
 def peak_held_bytes(units: Sequence[Unit | int], shards: int, **options: bool | int | str | None) -> int:
     """Return the most bytes that a rank holds unsharded at a time: parameters, gradients, and buffers of both.
 
-    `peak_unsharded_bytes` counts the side of the parameters alone.
-
-    Args:
-        **options: Of `gathered_timeline`.
+    Options are those of `gathered_timeline`; `peak_unsharded_bytes` counts the side of the parameters alone.
     """
     return max((state.held for state in gathered_timeline(units, shards, **options)), default=0)
 

@@ -239,22 +239,9 @@ class Format:
         held = self.round(weight)
         return self.round(held + update) != held
 
-    def values(self, low: float = 0.0, high: float = math.inf) -> Iterator[float]:
-        """Yield the finite values from `low` to `high` that are not negative, smallest first.
-
-        Args:
-            low: Least value, at least 0.
-            high: Largest value; `max` if beyond it.
-        """
-        if low < 0:
-            raise ValueError(f"low={low} must be at least 0: negative values mirror the positive ones")
-        first = self.encode(min(low, self.max))
-        for code in range(first, self._largest_code() + 1):
-            value = self.decode(code)
-            if value > high:
-                return
-            if value >= low:
-                yield value
+    def values(self) -> Iterator[float]:
+        """Return the finite values that are not negative, smallest first."""
+        return map(self.decode, range(self._largest_code() + 1))
 
 
 def _format(name: str, exponent: int, mantissa: int, *, torch_name: str | None, **more: object) -> Format:

@@ -41,11 +41,7 @@ def embedding_activations(config: ModelConfig, **sizes: object) -> dict[str, int
 
     Eager classes keep token and position indices or rotary tables as well, which the paper leaves out as too small.
 
-    Args:
-        **sizes: As in `layer_activations`.
-
-    Raises:
-        ValueError: As `layer_activations`.
+    Sizes and errors are those of `layer_activations`.
     """
     setting = _setting(config, sizes)
     return ids_and_positions(setting) | {"dropout": sum(kept_by_kind("embedding", setting).values())}
@@ -57,11 +53,7 @@ def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     The paper's sum with sequence parallelism (section 4.3) is `4sbh/t (1 + v/h)`.
     A vocabulary that t does not divide is rounded up: the largest shard counts.
 
-    Args:
-        **sizes: As in `layer_activations`.
-
-    Raises:
-        ValueError: As `layer_activations`.
+    Sizes and errors are those of `layer_activations`.
     """
     return dict(kept_by_kind("head", _setting(config, sizes)))
 
@@ -69,11 +61,7 @@ def head_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
 def model_activations(config: ModelConfig, **sizes: object) -> dict[str, int]:
     """Return the bytes that a model on one device keeps for one micro-batch: embedding, layers and head.
 
-    Args:
-        **sizes: As in `layer_activations`.
-
-    Raises:
-        ValueError: As `layer_activations`.
+    Sizes and errors are those of `layer_activations`.
     """
     # At most two kinds of layer exist: the first ones, dense, and the rest.
     dense = config.num_dense_layers if config.is_moe else config.num_layers
@@ -94,22 +82,14 @@ def _setting(config: ModelConfig, sizes: dict[str, object]) -> BlockSetting:
 
 
 def toy_activations(
-    config: ModelConfig,
-    *,
-    batch: int,
-    seq: int,
-    tp: int,
-    sequence_parallel: bool | str = False,
-    rank: int = 0,
-    bytes_per_value: int = 4,
+    config: ModelConfig, *, batch: int, seq: int, tp: int, sequence_parallel: bool | str = False, rank: int = 0
 ) -> dict[str, int]:
-    """Return what the parallel toy keeps on one rank for one micro-batch: "embedding", "layers" and "head".
+    """Return what the parallel toy keeps on one rank for one micro-batch in fp32: "embedding", "layers" and "head".
 
     Args:
         config: A model that the toy transformer has.
         sequence_parallel: False, "keep" or "shard".
         rank: Whose: inner values and words need not be a multiple of t.
-        bytes_per_value: 4 for fp32.
 
     Raises:
         ValueError: If the toy has no such model or variant, or tp does not split its heads or its sequence.
@@ -121,7 +101,7 @@ def toy_activations(
         raise ValueError(f"rank={rank} must be at least 0 and less than tp={tp}")
     if kind and seq % tp:
         raise ValueError(f"tp={tp} does not divide seq={seq}: the toy pads it; use {seq + -seq % tp}")
-    n, h, value = batch * seq, config.hidden, bytes_per_value
+    n, h, value = batch * seq, config.hidden, FP32
     stream = n // tp if kind else n  # tokens of this rank in the stream
     entering = (n // tp if kind == "shard" else n) * h * value  # input of the first matrices of a half
     queries, keys = len(heads[rank].queries), len(heads[rank].keys)

@@ -406,12 +406,7 @@ def frontier(
 ) -> list[FrontierPoint]:
     """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
 
-    Args:
-        strategies: Which ones; those whose number is larger than the model's layers are an error.
-        **how: As in `recompute_cost`.
-
-    Raises:
-        ValueError: As `recompute_cost`.
+    Settings and errors are those of `recompute_cost`: a number larger than the model's layers is one.
     """
     nothing = recompute_cost(config, "none", batch=batch, seq=seq, **how).peak_bytes
     costs = [recompute_cost(config, strategy, batch=batch, seq=seq, **how) for strategy in strategies]
@@ -429,11 +424,7 @@ def frontier(
 
 
 def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
-    """Return the k for which "every:k" has the least peak, by trying all of them; the smallest of equals.
-
-    Args:
-        **how: As in `recompute_cost`.
-    """
+    """Return the k for which "every:k" has the least peak in `recompute_cost`, by trying all; the smallest of equals."""
     return min(
         range(1, config.num_layers + 1),
         key=lambda k: recompute_cost(config, f"every:{k}", batch=batch, seq=seq, **how).peak_bytes,
@@ -446,9 +437,8 @@ def largest_batch(
     """Return the largest batch whose peak fits the budget, 0 if not even one sequence does.
 
     Args:
-        strategy: As in `recompute_cost`.
         fixed_bytes: What is there whatever the batch: weights, gradients, optimizer.
-        **how: As in `recompute_cost`.
+        **how: As in `recompute_cost`, and so is `strategy`.
 
     Raises:
         ValueError: As `recompute_cost`, or if a number of bytes is negative.

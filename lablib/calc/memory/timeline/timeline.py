@@ -145,12 +145,7 @@ class MemoryPeak(NamedTuple):
 
 
 def memory_peak(run: RunConfig, *, step: str = "foreach", out_of_place: bool = False) -> MemoryPeak:
-    """Return the peak of `memory_timeline` alone, which costs less than all instants of all stages.
-
-    Args:
-        step: As in `memory_timeline`.
-        out_of_place: As in `memory_timeline`.
-    """
+    """Return the peak of `memory_timeline`, with its settings, which costs less than all instants of all stages."""
     found = [_peak(stage, step, out_of_place) for stage in distinct_stages(run)]
     return max(found, key=lambda peak: peak.instant.total)
 
