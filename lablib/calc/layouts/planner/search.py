@@ -30,6 +30,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import gcd
+from operator import add
 from os import PathLike
 
 from lablib.calc.errors import check_whole, either, one_of
@@ -110,16 +111,20 @@ class Candidates(Sequence[Candidate]):
     """Layouts that fit, fastest first; of those that differ in recomputation alone, the fastest.
 
     A search may find a hundred thousand layouts whose sums could fit, and somebody asks for five. So a walk goes over shapes,
-    by seconds that no layout of a shape is below. Where it comes to one, its layouts are found and timed; where it comes to a
-    layout, its peak is computed, and if this leaves too little the layout goes back with more recomputation.
+    by seconds that no layout of a shape is below. Where it comes to one, its layouts are found, and go back by seconds that
+    they are not below; where it comes to a layout, it is timed and goes back; where it comes to a timed one, its peak is
+    computed, and if this leaves too little the layout goes back with more recomputation.
     """
 
     def __init__(self, load: Workload, counting: Counting, capacity: float, search: Search, fitted: Fitted) -> None:
         self.load, self.counting, self.capacity, self.search = load, counting, capacity, search
         self.rates = load.rates(fitted)
-        self._first = [(search.least_step(shape, self.rates), -1, shape, 0, 0) for shape in range(len(search.shapes))]
+        self._first = [
+            (search.least_step(shape, self.rates), True, -1, shape, 0, 0) for shape in range(len(search.shapes))
+        ]
         heapify(self._first)
-        self._timed: dict[int, list[tuple[float, int, int, int, int]]] = {}  # of shapes that a walk came to
+        self._opened: dict[int, list[tuple[float, bool, int, int, int, int]]] = {}  # of shapes that a walk came to
+        self._steps: dict[tuple[int, int, int], float] = {}  # by shape, its layout and recomputation
         self._peaks: dict[Layout, Peak] = {}  # of layouts that a walk came to
         self._known: list[Candidate] = []
         self._rest = self.walk()
@@ -139,15 +144,21 @@ class Candidates(Sequence[Candidate]):
         """
         heap = list(self._first)
         while heap and (limit is None or heap[0][0] <= limit()):
-            _, least, shape, number, mode = heappop(heap)
+            _, guess, least, shape, number, mode = heappop(heap)
             if among is not None and not among(self.search.shapes[shape]):
                 continue
             if least < 0:
-                for entry in self._times(shape):
+                for entry in self._open(shape):
                     heappush(heap, entry)
                 continue
             partition = self.search.partitions(shape)[number]
             layout = partition.at(mode)
+            if guess:
+                key = shape, number, mode
+                if key not in self._steps:
+                    self._steps[key] = sum(step_time(self.load.step_work(layout), self.rates).values())
+                heappush(heap, (self._steps[key], False, least, *key))
+                continue
             if where is None or where(layout):
                 peak = self._peaks[layout] = layout_peak(self.load, layout, self.counting)
                 if peak.needs <= self.capacity:
@@ -155,24 +166,24 @@ class Candidates(Sequence[Candidate]):
                     continue
             for again in range(mode + 1, len(partition.recompute_modes)):
                 if where is None or where(partition.at(again)):
-                    heappush(heap, (self._step(partition.at(again)), least, shape, number, again))
+                    heappush(heap, (self._least(partition.at(again)), True, least, shape, number, again))
                     break
 
-    def _times(self, shape: int) -> list[tuple[float, int, int, int, int]]:
-        """The layouts of a shape as entries of a heap, by seconds of a step and then by what they hold."""
-        if shape not in self._timed:
-            self._timed[shape] = [
-                (self._step(partition.layout), partition.least, shape, number, 0)
+    def _open(self, shape: int) -> list[tuple[float, bool, int, int, int, int]]:
+        """The layouts of a shape as entries of a heap: seconds, whether these are a bound, and what the layout holds."""
+        if shape not in self._opened:
+            self._opened[shape] = [
+                (self._least(partition.layout), True, partition.least, shape, number, 0)
                 for number, partition in enumerate(self.search.partitions(shape))
             ]
-        return self._timed[shape]
+        return self._opened[shape]
 
     def too_large(self) -> list[Layout]:
         """Return the layouts whose peak was computed and leaves too little."""
         return [layout for layout, peak in self._peaks.items() if peak.needs > self.capacity]
 
-    def _step(self, layout: Layout) -> float:
-        return sum(step_time(self.load.step_work(layout), self.rates).values())
+    def _least(self, layout: Layout) -> float:
+        return self.load.least_step(layout, self.rates)
 
     def __iter__(self) -> Iterator[Candidate]:
         number = 0
@@ -643,15 +654,21 @@ class Search:
     def reasons(self) -> list[str]:
         """Return why layouts are not counted; it depends on which degrees are above one, and not on micro-batches."""
         found: dict[str, None] = {}
+        seen = set()
         for shape in self.shapes:
-            stages, seen = self._stages(shape), set()
+            alike = tuple(n > 1 for n in shape.shape), shape.ep > 1, shape.etp, _inside(self.load, shape)
+            if alike in seen:
+                continue
+            stages, m = self._stages(shape), self.load.global_batch // shape.dp
             for micro_batch in self._micro_batches(shape):
-                m = self.load.global_batch // shape.dp // micro_batch
-                for schedule, chunks in _schedules(self.load, shape.pp, m, self.fixed):
-                    if schedule not in seen:
-                        seen.add(schedule)
-                        layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-                        found |= dict.fromkeys(filter(None, self._refusals(layout, stages).values()))
+                # The first is 1F1B and the next is interleaved; of how many chunks is the same.
+                ways = list(islice(_schedules(self.load, shape.pp, m // micro_batch, self.fixed), 2))
+                for schedule, chunks in ways:
+                    layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                    found |= dict.fromkeys(filter(None, self._refusals(layout, stages).values()))
+                if len(ways) == 2 or shape.pp == 1:
+                    seen.add(alike)
+                    break
         return list(found)
 
     def _micro_batches(self, shape: Layout) -> Iterator[int]:
@@ -710,13 +727,15 @@ class Search:
         could: list[tuple[str, int]] = []
         for mode in modes:
             found.valid += 1
-            least, worst = max((a + b, -i) for i, (a, b) in enumerate(zip(sums, kept[mode], strict=True)))
+            totals = list(map(add, sums, kept[mode]))
+            least = max(totals)
             if least <= self.capacity:
                 could.append((mode, least))
                 continue
-            states = stages[-worst]
+            worst = totals.index(least)
+            states = stages[worst]
             name = max(terms, key=states.get)
-            found.dropped["activations" if kept[mode][-worst] > states[name] else name] += 1
+            found.dropped["activations" if kept[mode][worst] > states[name] else name] += 1
             known = found.least.get(layout.shape)  # of shapes that could fit somewhere it is forgotten at the end
             if known is None or least < known[0]:
                 found.least[layout.shape] = least, replace(layout, recompute=mode)
@@ -728,7 +747,7 @@ class Search:
 def _shards(load: Workload, shape: Layout, zero: int, fixed: dict[str, object]) -> Iterator[int | None]:
     """Yield over how many ranks a copy of the states can be sharded: all, and with ZeRO-3 those of a node."""
     machine, ranks = load.cluster, shape.dp * shape.cp
-    inside = gcd(machine.gpus_per_node // shape.tp, ranks)
+    inside = _inside(load, shape)
     hybrid = zero == 3 and machine.nodes > 1 and 1 < inside < ranks and machine.gpus_per_node % shape.tp == 0
     for shard in _options(fixed, "shard", (None, inside) if hybrid else (None,)):
         try:
@@ -736,6 +755,11 @@ def _shards(load: Workload, shape: Layout, zero: int, fixed: dict[str, object]) 
         except ValueError:
             continue
         yield shard
+
+
+def _inside(load: Workload, shape: Layout) -> int:
+    """Return how many of the ranks that share states are in one node."""
+    return gcd(load.cluster.gpus_per_node // shape.tp, shape.dp * shape.cp)
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:

@@ -614,6 +614,7 @@ class Workload:
             host_waits=not self.framework.graphs,
         )
 
+    @cached_by("tp", "cp", "ep", "etp", "dp", "pp", "micro_batch", "recompute")
     def least_step(self, layout: Layout, rates: Rates) -> float:
         """Return seconds that no step of a layout is below, however its layers are staged and its states sharded.
 
