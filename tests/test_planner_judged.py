@@ -371,8 +371,8 @@ def test_nine_in_ten_runs_of_a_source_that_was_left_out_are_in_their_interval(ta
     found = coverage(measured_runs())
     assert found == table["intervals"]
     # The standard error of 1,000 rows is 1 %; rows of one source are alike, so 5 % are left.
-    assert found["within"] > 0.85
-    assert found["near"] < 1 / 2
+    assert found["all"]["within"] > 0.85
+    assert found["near"]["within"] < 1 / 2
 
 
 def test_what_is_further_apart_than_the_error_comes_in_its_predicted_order() -> None:

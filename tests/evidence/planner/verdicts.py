@@ -29,6 +29,7 @@ from lablib.calc.layouts.planner import (
 )
 from lablib.calc.memory import RESERVE
 from tests.evidence.planner.fitting import START, Row, fit_rates
+from tests.evidence.planner.runs import is_fitted
 
 Ratios = Sequence[tuple[Run, float]]
 
@@ -71,16 +72,16 @@ def card(run: Run) -> str:
 
 
 def one_constant(runs: Sequence[Run]) -> list[tuple[Run, float]]:
-    """Return every row predicted by one number a generation of GPUs: the median share of the peak that its rows reach.
+    """Return every row predicted by one number a generation of GPUs and precision: the median share that its rows reach.
 
     The share counts recomputation (HFU): with it a step takes hardware FLOPs over share and peak. It is fitted to the
     very rows that it is judged on.
     """
     shares = defaultdict(list)
     for run in runs:
-        shares[card(run)].append(_share(run))
+        shares[card(run), run.precision].append(_share(run))
     constant = {name: statistics.median(found) for name, found in shares.items()}
-    return [(run, _share(run) / constant[card(run)]) for run in runs]
+    return [(run, _share(run) / constant[card(run), run.precision]) for run in runs]
 
 
 def _share(run: Run) -> float:
@@ -127,7 +128,7 @@ def jobs_of(judged: Iterable[tuple[Run, float]]) -> dict[tuple, list[tuple[float
 def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[dict[str, object]]:
     """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best.
 
-    "quoted" is the error of runs like the predicted best, as `rung plan` has it: within it two layouts tie.
+    "quoted" is the error of runs of other sources like the predicted best, as `rung plan` has it: within it two layouts tie.
     """
     found = []
     for (source, model, _, gpus, seq, batch, _), rows in jobs_of(judged).items():
@@ -141,27 +142,38 @@ def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[d
             found.append(
                 {"source": source, "model": model, "gpus": gpus, "seq": seq, "global_batch": batch,
                  "layouts": len(rows), "loses": chosen[0] / best[0] - 1,
-                 "quoted": like_this(workload_of_run(run), layout).error}
+                 "quoted": like_this(workload_of_run(run), layout, _of_others(run)).error}
             )  # fmt: skip
     return found
 
 
-def coverage(runs: Sequence[Run]) -> dict[str, float]:
-    """Return how many of the runs, in the rows' order, lie in their interval, and how many between the runs like them.
+def coverage(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Return how many runs, in the rows' order, lie in their interval, by kind, and how many between the runs like them.
 
-    Every run counts as if its source were yours: neither the constants nor the runs like it have seen that source.
+    Every run counts as if its source were yours: the constants that predicted it and the runs like it are of others. Runs on
+    GPUs that only their source has get no interval.
     """
-    within, near = [], []
+    found = defaultdict(list)
     for run, row in zip(runs, measured_rows(), strict=True):
         layout = Layout(tp=run.tp, cp=run.cp, pp=run.pp, ep=run.ep, dp=run.dp, zero=run.zero or 0)
-        others = (other for other in measured_rows() if other["source"] != run.paper)
-        like, took = like_this(workload_of_run(run), layout, others), 1 / row["ratio"]
-        if like.known:
-            low, high = like.interval(1)
-            within.append(low <= took <= high)
+        like, took = like_this(workload_of_run(run), layout, _of_others(run)), 1 / row["ratio"]
+        kinds = {
+            "all": True,
+            "never fitted": not is_fitted(run),
+            "experts": row["experts"],
+            "FP8": "fp8" in row["precision"],
+        }
+        between = like.interval(1) if like.known else None
+        for kind in (name for name, so in kinds.items() if so):
+            found[kind if between else f"{kind}, none"].append(bool(between) and between[0] <= took <= between[1])
         if like.took:
-            near.append(like.took[0] <= took <= like.took[1])
-    return {"within": statistics.mean(within), "near": statistics.mean(near)}
+            found["near"].append(like.took[0] <= took <= like.took[1])
+    return {name: {"rows": len(hits), "within": statistics.mean(hits)} for name, hits in sorted(found.items())}
+
+
+def _of_others(run: Run) -> list[dict[str, object]]:
+    """The measured rows of other sources than a run's."""
+    return [row for row in measured_rows() if row["source"] != run.paper]
 
 
 def held_out(rows: Sequence[Row], *, folds: int = 5, seed: int = 0) -> list[tuple[Run, float]]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -366,6 +367,7 @@ CARDS = {"a100": "A100", "h100": "H100 and H200", "b200": "B200"}
 MIN_ROWS = 5
 #: Times fewer or more GPUs, parameters and tokens that a run like another may have: the first that finds `MIN_ROWS`.
 REACHES = (2, 4, 8)
+MOST_ROWS = 40  # as in the fit of the constants: one source has half of all rows
 EDGE = 20  # of so many runs one at each end is left out, so that nine in ten are inside
 
 
@@ -377,8 +379,8 @@ class Likeness:
         ratios: Predicted over measured seconds of a step.
         what: What the runs have in common, and their ranges; without runs, what is missing.
         card: The GPUs in words.
-        usual: Median error of all runs on these GPUs, in the same dtype, dense or of experts as this one is; on all GPUs if
-            none was measured on these.
+        usual: Median error of all runs on these GPUs, in the same dtype, dense or of experts as this one is, no source
+            counting for more than `MOST_ROWS`; on all GPUs if none was measured on these.
         unseen: The error that nine in ten of these stayed below.
         known: Whether any run on these GPUs was measured.
     """
@@ -479,8 +481,7 @@ def like_this(load: Workload, layout: Layout, rows: Iterable[dict] | None = None
     alike = [row for row in rows if row["experts"] == sparse]
     alike = [row for row in alike if row["precision"] == precision] or alike
     on_card = [row for row in alike if row["card"] == gpu.generation]
-    errors = sorted(abs(row["ratio"] - 1) for row in on_card or alike)
-    known = card, statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1], bool(on_card)
+    known = card, _error_within(on_card or alike, 0.5), _error_within(on_card or alike, 0.9), bool(on_card)
     for suits, missing in (
         (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
         (lambda row: row["precision"] == precision, f"is in {precision}"),
@@ -518,6 +519,19 @@ def _axes(row: dict) -> tuple[str, ...]:
 
 def _within(row: dict, mine: dict[str, float], reach: float) -> bool:
     return all(value / reach <= row[name] <= value * reach for name, value in mine.items())
+
+
+def _error_within(rows: list[dict], share: float) -> float:
+    """The error that a share of the rows is within, where no source counts for more than `MOST_ROWS`."""
+    count = Counter(row["source"] for row in rows)
+    weighed = sorted((abs(row["ratio"] - 1), min(1.0, MOST_ROWS / count[row["source"]])) for row in rows)
+    total = sum(weight for _, weight in weighed)
+    below = 0.0
+    for error, weight in weighed:
+        below += weight
+        if below >= share * total * (1 - 1e-9):
+            return error
+    return math.inf
 
 
 def _extent(rows: list[dict], name: str, text: Callable[[float], str]) -> str:

@@ -53,17 +53,18 @@ class Framework:
     graphs: str = ""
 
 
-#: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, torchtitan compiles its
-#: blocks; PyTorch's recomputation stops early (torch.utils.checkpoint, early_stop) and its SDPA takes FlashAttention-2.
-#: Megatron-Core has Transformer Engine's attention, sends gradients behind backward with --overlap-grad-reduce and
-#: stages' tensors behind computing where they are interleaved. Experts of the first and of the last are those of
-#: Megatron Bridge's recipes since 25.11: DeepEP's or HybridEP's dispatch, hidden by 1F1B's other micro-batch.
+#: By the implementation whose memory is counted. Hugging Face's classes run operator by operator, and torchtitan's where
+#: nobody asks for a compiler (CompileConfig.enable at b5bcd76c6 of 2026-08-21); PyTorch's recomputation stops early
+#: (torch.utils.checkpoint, early_stop), torchtitan's does not, and SDPA takes FlashAttention-2. Megatron-Core has
+#: Transformer Engine's attention, sends gradients behind backward with --overlap-grad-reduce and stages' tensors behind
+#: computing where they are interleaved. Experts of the first are DeepSeek-V3's: a token goes once to a node, behind another
+#: micro-batch (arXiv 2412.19437, section 3.2); Megatron-Core does neither unless it is told.
 FRAMEWORKS = {
     "paper": Framework(ep_hides=True, dispatch="node"),
     "toy": Framework(kernels="eager", stops_early=True),
     "hf": Framework(kernels="eager", stops_early=True),
-    "torchtitan": Framework(stops_early=True),
-    "megatron": Framework(attention="transformer-engine", pp_hides=True, ep_hides=True, dispatch="node"),
+    "torchtitan": Framework(kernels="eager"),
+    "megatron": Framework(attention="transformer-engine", pp_hides=True),
 }
 FRAMEWORKS["megatron-te-loss"] = FRAMEWORKS["megatron"]
 
@@ -138,19 +139,19 @@ class Fitted:
 #: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
 #: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
 FITTED = Fitted(
-    matmul={"a100": 0.8571, "h100": 0.9300, "b200": 0.5879},
-    fp8={("h100", "fp8"): 0.9544, ("b200", "fp8"): 0.7928, ("b200", "mxfp8"): 0.8140},
+    matmul={"a100": 0.8515, "h100": 0.9187, "b200": 0.5843},
+    fp8={("h100", "fp8"): 0.9675, ("b200", "fp8"): 0.7915, ("b200", "mxfp8"): 0.8121},
     attention={
         ("a100", "flash-2"): 0.58,
         ("h100", "flash-2"): 0.30,
-        ("a100", "triton"): 0.3275,
-        ("h100", "triton"): 0.1735,
-        ("h100", "transformer-engine"): 0.4799,
-        ("b200", "transformer-engine"): 0.4094,
+        ("a100", "triton"): 0.3278,
+        ("h100", "triton"): 0.1739,
+        ("h100", "transformer-engine"): 0.4854,
+        ("b200", "transformer-engine"): 0.4201,
     },
-    memory={"fused": 0.8619, "eager": 0.6881},
-    overlap=0.6192,
-    product=47.18e-6,
-    layer=929.9e-6,
-    step=10.84e-3,
+    memory={"fused": 0.8565, "eager": 0.6920},
+    overlap=0.5837,
+    product=41.59e-6,
+    layer=930.4e-6,
+    step=10.81e-3,
 )

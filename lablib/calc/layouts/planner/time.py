@@ -37,7 +37,9 @@ from lablib.calc.schedules import stage_layers
 BACKWARD_BYTES = 1.5  # three accesses for two
 FUSED_BACKWARD = 2.5  # five products for two
 MERGE_BYTES = 10  # of a value that a ring adds: the part is read in 2 bytes, the sum read and written in 4
-CAST_BYTES = {"fp8": 3, "mxfp8": 4}  # a value is read in bf16 and written in FP8; MXFP8 writes rows and columns
+CAST_BYTES = (
+    4  # a value is read in bf16 and written in FP8 twice, by rows and by columns; Blackwell needs one with one scale
+)
 
 
 class Work(NamedTuple):
@@ -160,10 +162,15 @@ def layer_work(
         + Work(memory=(value + 2 * gradient) * weights / hbm, layers=2)
     )
     if recompute == "full":
-        # What comes behind the last tensor that backward needs is not run again: the MLP's last product.
-        last = tokens * model.hidden * _mlp_width(model, experts) * 2 / tp / rate if batch.stops_early else 0.0
-        again = forward._replace(matmul=forward.matmul - last, products=forward.products - batch.stops_early)
-        backward = backward + again
+        backward = backward + forward
+        if (
+            batch.stops_early
+        ):  # what comes behind the last tensor that backward needs is not run again: the MLP's last product
+            last = Work(
+                products=1,
+                **_product_seconds(cluster, batch, 2 * tokens * model.hidden * _mlp_width(model, experts) / tp),
+            )
+            backward = backward + last.times(-1)
     elif recompute == "selective":
         backward = backward + kernel
     return Passes(forward, backward)
@@ -260,13 +267,17 @@ def _mlp_width(model: ModelConfig, experts: bool) -> int:
 
 
 def _operand_bytes(model: ModelConfig, batch: MicroBatch, experts: bool) -> float:
-    """Bytes of a token that forward's products read and write; the parts that tp splits, and the stream that it does not."""
+    """Bytes of a token that forward's products read and write; the parts that tp splits, and the stream that it does not.
+
+    Every copy of a token that an expert gets is read and written.
+    """
     width = _mlp_width(model, experts)
+    copies = model.experts_per_token + model.num_shared_experts if experts else 1
     latents = model.q_lora_rank + model.kv_lora_rank
     split = model.q_width + 2 * model.kv_width + model.attn_width + (3 if model.gated_mlp else 2) * width
-    operands = batch.value * (4 * model.hidden + 2 * latents + split / batch.tp)
+    operands = batch.value * ((2 + 2 * copies) * model.hidden + 2 * latents + split / batch.tp)
     if batch.precision:  # the inputs of the four are cast
-        operands += CAST_BYTES[batch.precision] * (2 * model.hidden + (model.attn_width + width) / batch.tp)
+        operands += CAST_BYTES * ((1 + copies) * model.hidden + (model.attn_width + width) / batch.tp)
     return operands
 
 
@@ -592,12 +603,13 @@ class Workload:
         stages = self._stage_work(layout, self._alike_stages(layout))
         scatter, gather, optimizer = self._data_parallel(layout)
         tokens = layout.micro_batch * self.seq / layout.cp
+        m = layout.num_microbatches(self.global_batch)
         split = layout.tp  # each rank sends its part of the stream; Narayanan et al., section 4.1
         cut = 0 if layout.pp == 1 else 2 * layout.virtual_stages
         link = self.cluster.hop(layout.pp, layout.tp * layout.cp * layout.dp)
         return StepWork(
             stages=stages,
-            micro_batches=layout.num_microbatches(self.global_batch),
+            micro_batches=m,
             chunks=layout.virtual_stages,
             send=cut * tokens * self.model.hidden * self.recipe.activation / split / link,
             scatter=scatter,
@@ -610,7 +622,7 @@ class Workload:
             tp_hides=self.framework.tp_hides,
             pp_hides=self.framework.pp_hides and layout.virtual_stages > 1,
             cp_hides=self.cp_way == "ring",
-            ep_hides=self.framework.ep_hides,
+            ep_hides=self.framework.ep_hides and m > 1,
             host_waits=not self.framework.graphs,
         )
 
@@ -701,7 +713,7 @@ def host_bytes(load: Workload, layout: Layout) -> float:
     """
     stage, m = load._largest_stage(layout), layout.num_microbatches(load.global_batch)
     own = _offloaded(load, layout)
-    stored = sum(load.stage_params(layout, stage)) / (layout.shards if layout.zero == 3 else 1)
+    stored = _per_rank(layout, load.stage_params(layout, stage), sharded=layout.zero == 3)
     down, up = load.recipe.gradients * own, load.recipe.weights * own
     return {
         "none": 0.0,
@@ -727,5 +739,11 @@ def host_seconds(load: Workload, layout: Layout) -> float:
 
 def _offloaded(load: Workload, layout: Layout) -> float:
     """Parameters whose optimizer is on the CPU, of a rank of the largest stage."""
-    trained = sum(load.stage_params(layout, load._largest_stage(layout), trained=True))
-    return trained / (layout.shards if layout.zero else 1)
+    trained = load.stage_params(layout, load._largest_stage(layout), trained=True)
+    return _per_rank(layout, trained, sharded=layout.zero > 0)
+
+
+def _per_rank(layout: Layout, params: tuple[int, int], *, sharded: bool) -> float:
+    """What a rank has of a stage's shared and expert parameters."""
+    shared, expert = params
+    return shared / layout.shards + expert / layout.expert_shards if sharded else shared + expert
