@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lablib.calc.layouts.planner import FRAMEWORKS, MEASURED_RUNS, counted_flops, plan
+from lablib.calc.layouts.planner import FRAMEWORKS, MEASURED_RUNS, Training, counted_flops, plan
 from lablib.calc.memory import RESERVE
 from lablib.calc.params import count_params
 from lablib.calc.runs import LLAMA3_FAILURES, Bill, plan_bill
@@ -86,6 +86,8 @@ def test_the_bill_of_a_plan_has_the_interval_of_runs_like_it_and_whole_nodes():
     # 32 nodes: 5 % are 1.6, so two of 8 GPUs. Weights of 2 bytes, a master copy of 4 and two moments of 4.
     assert made.spares == 16
     assert made.checkpoint_bytes == 14 * count_params(found.load.model).total
+    small = replace(found, load=replace(found.load, training=Training(tuning="lora"), cache={}))
+    assert plan_bill(small, tokens=1e12).checkpoint_bytes < 0.01 * made.checkpoint_bytes
     assert made.dollars is None
     assert plan_bill(found, tokens=1e12, spares=0).reserved_hours == plan_bill(found, tokens=1e12, spares=0).gpu_hours
 

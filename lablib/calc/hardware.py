@@ -15,7 +15,8 @@ the least that was found is taken. `usable_bytes` is that less the CUDA context,
 
 Peak rates are for dense matrices. Datasheets often print twice that, with structured sparsity.
 A peak is never reached: large bf16 matmuls get 87 percent of it on A100, 80 on H100, 78 on B200, 51 on MI300X, 60
-on MI325X and 62 on MI355X (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
+on MI325X (Stas Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS), where 1,565 TFLOP/s were
+measured on MI355X, 62 percent of the row here.
 
 A driver's name is only taken for a row that it certainly is: a slice of a GPU, a laptop's or a cut-down variant has
 another peak, and an MFU against the wrong peak is worse than none. Where a number was read in secondary copies only,

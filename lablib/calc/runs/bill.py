@@ -25,8 +25,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from lablib.calc.flops import require_positive
-from lablib.calc.layouts.planner import Candidate, Plan
-from lablib.calc.params import count_params
+from lablib.calc.layouts.planner import Candidate, Layout, Plan
 from lablib.calc.runs.failures import LLAMA3_FAILURES, LostTime, best_interval, lost_time
 from lablib.calc.units import GB, format_bytes, format_count, format_time
 
@@ -196,9 +195,10 @@ def plan_bill(
     load, machine, one = result.load, result.cluster, candidate or result.best
     if not 0 <= spares <= 1:
         raise ValueError(f"spares={spares} is a share of the nodes: give 0 to 1, 5 percent as 0.05")
-    recipe = load.recipe
-    # A checkpoint has all states but the gradients.
-    kept = recipe.bytes_per_param() - recipe.gradients - recipe.accumulation - recipe.gradient_copy
+    recipe, training = load.recipe, load.training
+    # A checkpoint has what is trained, weights and optimizer: all states but the gradients, or those of the adapters.
+    trained = sum(load.stage_params(Layout(), 0, trained=True))
+    moments = sum(training.optimizer.moment_bytes(trained, recipe.moment).values())
     like = result.like(one)
     low, high = like.interval(one.step) or (one.step, one.step)
     node = min(machine.gpus, machine.gpu.gpus_per_host)
@@ -209,7 +209,7 @@ def plan_bill(
         gpus=machine.gpus,
         spares=node * round(spares * machine.gpus / node),
         price=price,
-        checkpoint_bytes=kept * count_params(load.model).total,
+        checkpoint_bytes=trained * (recipe.weights + recipe.master) + moments,
         storage=STORAGE * machine.gpus if storage is None else storage,
         restart=restart,
         like=like.between(one.step),

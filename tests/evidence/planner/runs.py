@@ -144,8 +144,8 @@ SOURCES = {
             name="deepseek-v3",
             what="DeepSeek-V3 by its authors on 2,048 H800, 180,000 GPU hours for a trillion tokens, FP8 in blocks of 128",
             where="DeepSeek-V3 (arXiv 2412.19437), sections 1, 3.2 (layout), 3.3 (FP8) and 4.2 (batch, sequence)",
-            inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four, and "
-            "come back in bf16; 15,360 "
+            inferred="DualPipe as 1F1B that hides the all-to-all; copies go once to a node, to at most four, "
+            "and are counted in 2 bytes both ways, where they come back in bf16; 15,360 "
             "sequences a step throughout; the prediction module as a 62nd layer; pauses, if any, are in the hours",
         ),
         Source(

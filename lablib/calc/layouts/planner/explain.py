@@ -127,6 +127,10 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
     ]
     if layout.cp > 1:
         found.append(f"cp={layout.cp}: {_CP_WAYS[load.cp_way]}; every rank attends to as many pairs.")
+        if load.model.is_mla:
+            found.append(
+                "What cp sends are the latents of attention; Megatron-Core makes keys and values of them first."
+            )
     found += [f"{clause}." for clause in model_limits(load.model, load.seq)]
     if load.recipe.activation == 4:
         found.append("Products of fp32 are timed at the rate without TF32, and fused attention as a share of that.")

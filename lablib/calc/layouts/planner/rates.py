@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import Accelerator
+from lablib.calc.hardware import Accelerator, accelerator
 
 KERNELS = ("fused", "eager")
 
@@ -21,9 +21,10 @@ def generation(card: Accelerator) -> str:
 
     Cards without NVLink (L4, L40S, RTX) count as A100 even where they have FP8: FlashAttention-2 is written for the
     instructions of Ampere, which they have too, and reaches on Hopper a third of the peak for want of Hopper's own
-    (Shah et al. 2024, arXiv 2407.08608, abstract).
+    (Shah et al. 2024, arXiv 2407.08608, abstract). So does an H20, whose matrix units are slower than an A100's.
     """
-    return card.generation or ("h100" if card.scale_up and "fp8" in card.flops else "a100")
+    outruns = "fp8" in card.flops and card.peak("bf16") > accelerator("a100").peak("bf16")
+    return card.generation or ("h100" if card.scale_up and outruns else "a100")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from lablib.calc.layouts.planner.calibration import Likeness, like_this
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
-from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates, generation
+from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates
 from lablib.calc.layouts.planner.time import Workload, host_seconds, product_peak, step_time
 from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reserve, find_implementation, resolve_model
 from lablib.calc.models import ModelConfig
@@ -509,7 +509,7 @@ def _refuse_unmodelled(recipe: object, schedule: object) -> None:
 
 
 def _check_precision(gpu: Accelerator, precision: str, fitted: Fitted) -> None:
-    if (generation(gpu), precision) not in fitted.fp8 or "fp8" not in gpu.flops:
+    if (gpu.generation, precision) not in fitted.fp8 or "fp8" not in gpu.flops:
         known = ", ".join(f"{name} on {card}" for card, name in fitted.fp8)
         raise ValueError(
             f"recipe {precision!r}: no measured run says how fast {gpu.name} is in it; known are {known}. Plan with mixed-bf16"
