@@ -156,10 +156,15 @@ def export_plan(
     beside = f"{ratio:.2f} times the {free.best.step:.3f} s of the plan" if ratio else "and nothing fits in the plan"
     times = f"{framework}: predicted {candidate.step:.3f} s a step, {beside} without --export, counted as {whose}"
     unused = [f"not used: {reason}" for reason in found.left_out if re.search(r"\b(tp|cp|ep|pp)=", reason)]
+    if found.load.model.is_moe and found.load.framework.dispatch != free.load.framework.dispatch:
+        unused.append(
+            "not used: a token goes once to a node, behind another micro-batch; the file sends every copy, unhidden"
+        )
     if ratio > SLOWER:
+        refused = f"{candidate.layout}, where that has {free.best.layout}; beyond {SLOWER:g} times no file is written"
         raise ValueError(
-            f"{times}: {candidate.layout}, where that has {free.best.layout}; beyond {SLOWER:g} times no file is written; "
-            f"{'; '.join(unused)}. What you fix, such as --tp 1 --recompute full, holds for both plans"
+            "; ".join((f"{times}: {refused}", *unused))
+            + ". What you fix, such as --tp 1 --recompute full, holds for both plans"
         )
     mark = f"; unproven: {', '.join(candidate.peak.unproven)}" if candidate.peak.unproven else ""
     said = (
