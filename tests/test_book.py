@@ -66,7 +66,7 @@ SHARES = {
     "09_activation_checkpointing": {
         ", of which": (5 * 96 * 2048, 34 * 12288 + 5 * 96 * 2048),
         "The paper prints": (12 * 96 * 2048 * 12288, STEP_GPT3),
-        "PyTorch's early stop takes": (2 * 14336 * 4096, LAYER_8B),
+        "early stop takes": (2 * 14336 * 4096, LAYER_8B),
         "fused kernel it drops": (4 * 32, 12 * 4096 + 4 * 1024 + 4 * 32 + 8 * 14336),
         "it drops …% of the bytes for": (4 * 32 * 8192 * 4096, STEP_8B),
         "The scores are": (5 * 25 * 1024, 34 * 1600 + 5 * 25 * 1024),
