@@ -656,19 +656,16 @@ class Search:
         found: dict[str, None] = {}
         seen = set()
         for shape in self.shapes:
-            alike = tuple(n > 1 for n in shape.shape), shape.ep > 1, shape.etp, _inside(self.load, shape)
-            if alike in seen:
-                continue
-            stages, m = self._stages(shape), self.load.global_batch // shape.dp
+            kind = tuple(n > 1 for n in shape.shape), shape.ep > 1, shape.etp, _inside(self.load, shape)
+            m = self.load.global_batch // shape.dp
             for micro_batch in self._micro_batches(shape):
                 # The first is 1F1B and the next is interleaved; of how many chunks is the same.
-                ways = list(islice(_schedules(self.load, shape.pp, m // micro_batch, self.fixed), 2))
-                for schedule, chunks in ways:
-                    layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
-                    found |= dict.fromkeys(filter(None, self._refusals(layout, stages).values()))
-                if len(ways) == 2 or shape.pp == 1:
-                    seen.add(alike)
-                    break
+                for schedule, chunks in islice(_schedules(self.load, shape.pp, m // micro_batch, self.fixed), 2):
+                    if (kind, schedule) not in seen:
+                        seen.add((kind, schedule))
+                        layout = replace(shape, micro_batch=micro_batch, schedule=schedule, virtual_stages=chunks)
+                        refused = self._refusals(layout, self._stages(shape))
+                        found |= dict.fromkeys(filter(None, refused.values()))
         return list(found)
 
     def _micro_batches(self, shape: Layout) -> Iterator[int]:

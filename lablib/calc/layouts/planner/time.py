@@ -521,11 +521,31 @@ class Workload:
         model = self.model
         return min(self.imbalance, layout.ep, model.num_experts / model.experts_per_token) if model.is_moe else 1.0
 
-    @cached_by("tp", "cp", "ep", "expert_split", "micro_batch", "recompute")
     def passes(self, layout: Layout) -> tuple[Passes, Passes, Passes]:
-        """Return the work of one dense layer, one layer with experts, and the head."""
-        model = self.model
-        batch = MicroBatch(
+        """Return the work of one dense layer, one layer with experts, and the head; of a kind without layers the other's."""
+        dense, sparse = self.layers
+        first = self._dense_layer(layout) if dense else self._expert_layer(layout)
+        last = self._expert_layer(layout) if sparse else first
+        return first, last, self._head(layout)
+
+    @cached_by("tp", "cp", "micro_batch", "recompute")
+    def _dense_layer(self, layout: Layout) -> Passes:
+        return self._layer(layout, 0)
+
+    @cached_by("tp", "cp", "ep", "expert_split", "micro_batch", "recompute")
+    def _expert_layer(self, layout: Layout) -> Passes:
+        return self._layer(layout, self.model.num_layers - 1)
+
+    def _layer(self, layout: Layout, layer: int) -> Passes:
+        batch = self._micro_batch(layout)
+        return layer_work(self.model, self.cluster, batch, layer=layer, layout=layout, recompute=layout.recompute)
+
+    @cached_by("tp", "cp", "micro_batch")
+    def _head(self, layout: Layout) -> Passes:
+        return head_work(self.model, self.cluster, self._micro_batch(layout))
+
+    def _micro_batch(self, layout: Layout) -> MicroBatch:
+        return MicroBatch(
             size=layout.micro_batch,
             seq=self.seq,
             tp=layout.tp,
@@ -541,11 +561,6 @@ class Workload:
             precision=self.precision,
             dispatch=self.framework.dispatch,
         )
-        first, last = (
-            layer_work(model, self.cluster, batch, layer=i, layout=layout, recompute=layout.recompute)
-            for i in (0, model.num_layers - 1)
-        )
-        return first, last, head_work(model, self.cluster, batch)
 
     @cached_by("tp", "ep", "etp")
     def params(self, layout: Layout, trained: bool = False) -> dict[str, tuple[int, int]]:
