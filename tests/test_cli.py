@@ -712,7 +712,7 @@ def test_a_plan_for_a_framework_counts_what_it_trains_in(framework: str, recipe:
     assert code == 0
     how = counting_for(framework, "llama-3-8b", seq=8192, global_batch=64)
     best = plan("llama-3-8b", gpus=16, seq=8192, global_batch=64, counting=how).best.layout
-    head = out.splitlines()[2 if framework == "deepspeed" else 1]
+    head = out.splitlines()[3 if framework == "deepspeed" else 1]
     assert f", {recipe}." in head
     assert str(best) in head
 

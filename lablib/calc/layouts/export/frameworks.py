@@ -14,6 +14,7 @@ torchtitan: torchtitan/distributed/fsdp.py and config. Megatron-LM: megatron/tra
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import chain, islice
@@ -155,15 +156,17 @@ def export_plan(
     ratio = candidate.step / free.best.step if free.candidates else 0.0
     beside = f"{ratio:.2f} times the {free.best.step:.3f} s of the plan" if ratio else "and nothing fits in the plan"
     times = f"{framework}: predicted {candidate.step:.3f} s a step, {beside} without --export, counted as {whose}"
+    if free.candidates and candidate.layout.shape != free.best.layout.shape:
+        times += f"; that plan has another layout, {free.best.layout}"
     unused = [f"not used: {reason}" for reason in found.left_out if re.search(r"\b(tp|cp|ep|pp)=", reason)]
     if found.load.model.is_moe and found.load.framework.dispatch != free.load.framework.dispatch:
         unused.append(
             "not used: a token goes once to a node, behind another micro-batch; the file sends every copy, unhidden"
         )
     if ratio > SLOWER:
-        refused = f"{candidate.layout}, where that has {free.best.layout}; beyond {SLOWER:g} times no file is written"
+        refused = f"this one is {candidate.layout}; beyond {SLOWER:g} times no file is written"
         raise ValueError(
-            "; ".join((f"{times}: {refused}", *unused))
+            "; ".join((times, refused, *unused))
             + ". What you fix, such as --tp 1 --recompute full, holds for both plans"
         )
     mark = f"; unproven: {', '.join(candidate.peak.unproven)}" if candidate.peak.unproven else ""
@@ -176,7 +179,11 @@ def export_plan(
         *unused,
         *passed,
     )
-    return Export(candidate, text if text.startswith("{") else f"# {times}.\n{text}", said)
+    if text.startswith("{"):  # JSON has no comments
+        text = text.replace('"_plan": [', f'"_plan": [\n    {json.dumps(times + ".")},', 1)
+    else:
+        text = f"# {times}.\n{text}"
+    return Export(candidate, text, said)
 
 
 def _first_exported(found: Plan, framework: str, recipe: str | None) -> tuple[Candidate, str, list[str]]:

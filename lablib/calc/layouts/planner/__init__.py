@@ -15,6 +15,7 @@ Read `search` first, then `time`. Chapter 07.
 """
 
 from lablib.calc.layouts.planner.calibration import (
+    APART,
     LIKE_THIS,
     LLAMA3,
     MEASURED,
@@ -59,6 +60,7 @@ from lablib.calc.layouts.planner.time import (
 )
 
 __all__ = [
+    "APART",
     "FIELDS",
     "FITTED",
     "FRAMEWORKS",

@@ -6,6 +6,7 @@ Only what concerns the run is said. Read `plan_reasons` first.
 from __future__ import annotations
 
 from lablib.calc.flops import ALL_PAIRS
+from lablib.calc.layouts.planner.calibration import APART
 from lablib.calc.layouts.planner.layout import Layout
 from lablib.calc.layouts.planner.rates import Framework
 from lablib.calc.layouts.planner.search import Candidate, Plan
@@ -59,13 +60,14 @@ def why_first(result: Plan) -> str:
     """Return in words what a tie is in this plan, and why the first layout is first."""
     best, fastest = result.best, result.fastest
     text = (
-        "Layouts marked ~ tie with the first: no layout is ahead of them by more than the error of measured runs like it. Of a "
+        f"Layouts marked ~ tie with the first: none is ahead of them by more than {APART:.0%}, half of all errors in comparing "
+        "layouts of one job; one that no run is like would have to be further ahead. Of a "
         "tie the first is one that runs are like, then of the least cp, with the fewest of tp, cp, pp and ep above 1, then with most room (GB)"
     )
     if fastest.layout == best.layout:
         return f"{text}; here it is the fastest, too."
     gain = f"{fastest.layout} is predicted to be {1 - fastest.step / best.step:.1%} faster"
-    return f"{text}; {gain}, {'which is within the error' if result.ties(fastest) else 'but not by the runs like it'}."
+    return f"{text}; {gain}, {'a tie' if result.ties(fastest) else 'but no run is like it'}."
 
 
 def reason_against(best: Candidate, other: Candidate) -> str:
@@ -135,6 +137,8 @@ def not_modelled(load: Workload, layout: Layout) -> list[str]:
     if load.recipe.activation == 4:
         found.append("Products of fp32 are timed at the rate without TF32, and fused attention as a share of that.")
     found += missing_units(load)
+    if load.training.tuning != "full":
+        found.append("Products are timed as if all weights were trained: frozen ones need no gradient, a third less.")
     if load.precision:
         found.append(
             f"Memory is counted as for {load.recipe.name}: {load.precision.upper()} copies of weights and inputs are not."

@@ -14,8 +14,8 @@ of layouts that differ in it alone only the first that fits counts.
 Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve, and
 more where nobody judged such a peak.
 
-A layout is ahead of another only by more than the error of measured runs like it. What no layout is ahead of is a tie,
-and the first choice is the simplest of it. `like_this` has the errors.
+A layout is ahead of another only by more than the error of such comparisons. What no layout is ahead of is a tie, and the
+first choice is the simplest of it. `calibration` has the errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from os import PathLike
 from lablib.calc.errors import check_whole, either, one_of
 from lablib.calc.flops import step_flops
 from lablib.calc.hardware import ACCELERATORS, Accelerator
-from lablib.calc.layouts.planner.calibration import Likeness, like_this
+from lablib.calc.layouts.planner.calibration import APART, Likeness, like_this
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
 from lablib.calc.layouts.planner.memory import activation_memory, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
@@ -238,13 +238,17 @@ class Lead:
     """A layout that others are compared with.
 
     Attributes:
-        beyond: Seconds of a predicted step that is behind it.
         judged: Whether measured runs are like it.
+        unseen: The error of runs on such GPUs.
     """
 
     candidate: Candidate
-    beyond: float
     judged: bool
+    unseen: float
+
+    def beyond(self, judged: bool) -> float:
+        """Return the seconds of a predicted step that is behind it, of a layout that runs are like or not."""
+        return self.candidate.step * (1 + (self.unseen if judged and not self.judged else APART))
 
     @property
     def preference(self) -> tuple[bool, int, int, int]:
@@ -332,9 +336,8 @@ class Plan:
             limit=lambda: limits[-1], among=lambda layout: _kind(layout) not in found
         ):
             like = self.like(candidate)
-            beyond = candidate.step * (1 + like.error)
-            found[_kind(candidate.layout)] = Lead(candidate, beyond, bool(like.ratios))
-            limits.append(min(limits[-1], beyond))
+            lead = found[_kind(candidate.layout)] = Lead(candidate, bool(like.ratios), like.unseen)
+            limits.append(min(limits[-1], lead.beyond(True)))
         return tuple(found.values())
 
     @cached_property
@@ -346,9 +349,11 @@ class Plan:
     def ahead_of(self, candidate: Candidate) -> Candidate | None:
         """Return the fastest layout that is ahead of a candidate, or None if the candidate ties.
 
-        A layout is ahead of another that is predicted to be slower by more than the error of measured runs like the first.
+        A layout is ahead of another that is predicted to be slower by more than `APART`; one that no measured run is like, of
+        one that has such runs, by more than the error of runs on such GPUs.
         """
-        return next((lead.candidate for lead in self.leads if candidate.step > lead.beyond), None)
+        judged = bool(self.like(candidate).ratios)
+        return next((lead.candidate for lead in self.leads if candidate.step > lead.beyond(judged)), None)
 
     def ties(self, candidate: Candidate) -> bool:
         """Return whether no layout is ahead of a candidate."""
