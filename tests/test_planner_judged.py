@@ -358,7 +358,9 @@ def test_an_interval_has_runs_of_all_sources_and_those_like_it() -> None:
     assert few.interval(10) == pytest.approx((8, 10 / 0.75))
     assert few.between(10).startswith("8 to 13.3 s. Of dense bf16 runs on T4 nine in ten are predicted within 25%, ")
     assert Likeness((1.6, 0.5), "two", **known).interval(10) == pytest.approx((6.25, 20))
-    assert few.sentence.startswith("2 measured runs like it took 0.80 times what such constants predict, ")
+    assert few.sentence.startswith(
+        "2 measured runs like it took 0.80 times what constants that had not seen them predict, "
+    )
     many = Likeness(tuple(1 / (0.5 + k / 99) for k in range(100)), "many", **known)
     assert sum(many.took[0] <= 1 / ratio <= many.took[1] for ratio in many.ratios) == 90
     none = Likeness((), "none has pp", **known)

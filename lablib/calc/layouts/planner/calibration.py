@@ -437,7 +437,7 @@ class Likeness:
             return f"no measured run is like this: {self.what}"
         times = _range(*(f"{end:.2f}" for end in self.took))
         runs = plural(len(self.ratios), "measured run")
-        return f"{runs} like it took {times} times what such constants predict, median error {self.median:.0%} ({self.what})"
+        return f"{runs} like it took {times} times what constants that had not seen them predict, median error {self.median:.0%} ({self.what})"
 
     def as_dict(self) -> dict[str, object]:
         """Return it as plain numbers: errors as shares, what the runs took over what was predicted, and how many."""
