@@ -99,7 +99,7 @@ def test_tp_leaves_the_node_and_costs_more_than_it_saves() -> None:
     totals = [inside[tp].total for tp in (1, 2, 4, 8)]
     assert totals == sorted(totals, reverse=True)
     assert inside[16].total > 2 * inside[8].total
-    # Where it fails: in a domain of 72, tp=16 pays; over PCIe, tp=8 is inside and mostly waits all the same.
+    # Where it fails: in a domain of 72, tp=16 pays; over PCIe, tp=8 is inside and waits half of its time.
     wide = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("h100", 72, gpus_per_node=72), (8, 16))}
     assert wide[16].total < wide[8].total
     pcie = {row.tp: row for row in tensor_rule("llama-3-70b", cluster("l40s", 64, nic="100gbe"))}

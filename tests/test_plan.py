@@ -620,7 +620,8 @@ def test_small_matrices_do_not_fill_a_gpu() -> None:
     seconds = predict_run(run).seconds
     assert seconds["matmul"] < 0.05 * seconds_of(run)
     assert max(seconds, key=seconds.get) == "latency"
-    assert 0.5 < sum(seconds.values()) / seconds_of(run) < 2
+    without = sum(seconds.values()) - seconds["latency"]
+    assert without < 0.5 * seconds_of(run) < sum(seconds.values()) < 2 * seconds_of(run)
 
 
 def test_most_published_layouts_are_among_the_first_five() -> None:

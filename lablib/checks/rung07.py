@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.layouts import CASES, Mesh, Score, plan_case, score
-from lablib.calc.layouts.planner import PART_NAMES, Layout
+from lablib.calc.layouts.planner import APART, PART_NAMES, Layout
 from lablib.checks.judging import Wrong, check, chosen, close, close_bytes, numbers, refuse, some, whole
 
 __all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
@@ -300,7 +300,7 @@ def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
         judged = score(_fields(answer(name), name), name)
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
-        if judged.to_published > 1 + CASES[name].error:  # the published layout is ahead
+        if judged.to_published > 1 + APART:  # the published layout is ahead
             raise Wrong(f"{name}: {judged.to_published:.2f} times the published layout's time. {_slow(judged)}")
         done.append(f"{name} {judged.points}")
     return f"Points of 100, the planner's first choice having 100: {', '.join(done)}."

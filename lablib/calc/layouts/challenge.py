@@ -18,7 +18,6 @@ from functools import cache
 
 from lablib.calc.errors import one_of
 from lablib.calc.layouts.planner import (
-    APART,
     FIELDS,
     MEASURED_RUNS,
     PART_NAMES,
@@ -52,11 +51,6 @@ class Case:
     name: str
     run: Run
     text: str
-
-    @property
-    def error(self) -> float:
-        """By how much a step must be longer than the published layout's to be behind it."""
-        return APART
 
     @property
     def published(self) -> Layout:

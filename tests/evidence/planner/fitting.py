@@ -3,7 +3,7 @@
     fitted = fit_rates(rows_of(measured_runs(fitted=True)))     # `lablib.calc.layouts.planner.FITTED`
     judge(measured_runs())                                      # predicted over measured, leave one source out
 
-Huber's loss of log(predicted over measured), summed over rows weighted so that no source counts for more than `MOST`, is
+Huber's loss of log(predicted over measured), summed over rows weighted so that no source counts for more than `MOST_ROWS`, is
 made small by Levenberg and Marquardt's method: steps along the constants' logarithms, since each is a scale. Up to
 `NEAR` it is the square, beyond that the distance, so that a run of unfinished software does not bend what others agree on.
 Each constant is tied to `START` by `TIE` of a row, or few rows of one source would carry it anywhere; one that no row
@@ -21,9 +21,9 @@ from dataclasses import dataclass, fields
 import torch
 
 from lablib.calc.layouts.planner import FITTED, Fitted, Run, StepWork, run_choices, step_time, workload_of_run
+from lablib.calc.layouts.planner.calibration import MOST_ROWS
 from tests.evidence.planner.runs import is_fitted
 
-MOST = 40
 NEAR = 0.1
 TIE = 0.1
 
@@ -98,7 +98,7 @@ def fit_rates(rows: Sequence[Row], *, start: Fitted = START, held: Iterable[str]
     point = began = as_point(start)
     free = [key for key in point if key[0] not in held and key[1:] not in {(key,) for key in FITTED.published}]
     count = Counter(row.run.paper for row in rows)
-    weights = torch.tensor([min(1.0, MOST / count[row.run.paper]) for row in rows], dtype=torch.float64).sqrt()
+    weights = torch.tensor([min(1.0, MOST_ROWS / count[row.run.paper]) for row in rows], dtype=torch.float64).sqrt()
 
     def residuals(at: Point) -> torch.Tensor:
         fitted = from_point(at)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lablib.calc.layouts.planner import FITTED, LIKE_THIS, MEASURED, MEASURED_RUNS, Run, measured_rows, workload_of_run
+from lablib.calc.layouts.planner.calibration import MOST_ROWS
 from lablib.calc.params import count_params
-from tests.evidence.planner.fitting import MOST, NEAR, TIE, as_point, fit_rates, judge, rows_of
+from tests.evidence.planner.fitting import NEAR, TIE, as_point, fit_rates, judge, rows_of
 from tests.evidence.planner.runs import SOURCES, is_fitted, measured_runs, read_rows
 from tests.evidence.planner.verdicts import (
     card,
@@ -48,7 +49,7 @@ def planner_table() -> dict[str, Any]:
     kept = [_row(run, ratio=ratio, seen=math.exp(seen[id(run)]), constant=constant[id(run)]) for run, ratio in judged]
     shipped = list(zip(runs, (row["seen"] for row in kept), strict=True))
     return {
-        "most": MOST,
+        "most": MOST_ROWS,
         "near": NEAR,
         "tie": TIE,
         "sources": {name: {k: v for k, v in asdict(one).items() if k != "name"} for name, one in SOURCES.items()},
@@ -59,6 +60,8 @@ def planner_table() -> dict[str, Any]:
         "terms": {name: asdict(found) for name, found in without_each_term(known).items()},
         "ranking": {source: list(found) for source, found in concordance(judged).items()},
         "ranking_fitted": {source: list(found) for source, found in concordance(shipped).items()},
+        "first_choices": first_choices(judged),
+        "first_choices_fitted": first_choices(shipped),
         "places": [
             {"name": one.run.name, "place": one.place, "of": one.of, "slower": one.slower}
             for one in map(place_of_published, MEASURED_RUNS)
@@ -118,11 +121,9 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_planner_table(table: dict[str, Any]) -> None:
-    """Write the table and its short form, a row a line; first choices are told apart by the errors of the new rows."""
+    """Write the table and its short form, a row a line; intervals are those of the new rows."""
     MEASURED.write_text("[\n" + ",\n".join(json.dumps(row) for row in short_form(table)) + "\n]\n")
     measured_rows.cache_clear()
-    for name, column in (("first_choices", "ratio"), ("first_choices_fitted", "seen")):
-        table[name] = first_choices(zip(measured_runs(), (row[column] for row in table["rows"]), strict=True))
     table["intervals"] = coverage(measured_runs())
     rows = ",\n".join(json.dumps(row) for row in table["rows"])
     rest = json.dumps({name: value for name, value in table.items() if name != "rows"}, indent=1)

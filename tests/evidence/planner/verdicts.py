@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from lablib.calc.flops import step_flops
 from lablib.calc.layouts.planner import (
-    APART,
     LLAMA3,
     Fitted,
     Layout,
@@ -127,10 +126,7 @@ def jobs_of(judged: Iterable[tuple[Run, float]]) -> dict[tuple, list[tuple[float
 
 
 def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[dict[str, object]]:
-    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best.
-
-    "quoted" is the share within which two layouts tie.
-    """
+    """Return, for each job with so many measured layouts, how much its predicted best loses to its measured best."""
     found = []
     for (source, model, _, gpus, seq, batch, _), rows in jobs_of(judged).items():
         layouts = {
@@ -140,8 +136,7 @@ def first_choices(judged: Iterable[tuple[Run, float]], least: int = 5) -> list[d
             chosen, best = min(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[0])
             found.append(
                 {"source": source, "model": model, "gpus": gpus, "seq": seq, "global_batch": batch,
-                 "layouts": len(rows), "loses": chosen[0] / best[0] - 1,
-                 "quoted": APART}
+                 "layouts": len(rows), "loses": chosen[0] / best[0] - 1}
             )  # fmt: skip
     return found
 

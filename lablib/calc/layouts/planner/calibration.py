@@ -209,9 +209,8 @@ def _llama3(gpus: int, cp: int, seq: int, batch: int, tflops: float, recompute: 
         micro_batch=1,
         sequence_parallel=True,
         attention="fused",
-        framework=Framework(
-            attention="transformer-engine"
-        ),  # not stated: the faster of the two that were measured on H100
+        # Not stated: the faster of the two that were measured on H100.
+        framework=Framework(attention="transformer-engine"),
         recipe="mixed-bf16",
     )
 
@@ -437,7 +436,8 @@ class Likeness:
             return f"no measured run is like this: {self.what}"
         times = _range(*(f"{end:.2f}" for end in self.took))
         runs = plural(len(self.ratios), "measured run")
-        return f"{runs} like it took {times} times what constants that had not seen them predict, median error {self.median:.0%} ({self.what})"
+        took = f"{runs} like it took {times} times what constants that had not seen them predict"
+        return f"{took}, median error {self.median:.0%} ({self.what})"
 
     def as_dict(self) -> dict[str, object]:
         """Return it as plain numbers: errors as shares, what the runs took over what was predicted, and how many."""

@@ -61,8 +61,8 @@ def why_first(result: Plan) -> str:
     best, fastest = result.best, result.fastest
     text = (
         f"Layouts marked ~ tie with the first: none is ahead of them by more than {APART:.0%}, half of all errors in comparing "
-        "layouts of one job; one that no run is like would have to be further ahead. Of a "
-        "tie the first is one that runs are like, then of the least cp, with the fewest of tp, cp, pp and ep above 1, then with most room (GB)"
+        "layouts of one job; one that no run is like would have to be further ahead. Of a tie the first is one that runs are "
+        "like, then of the least cp, with the fewest of tp, cp, pp and ep above 1, then with most room (GB)"
     )
     if fastest.layout == best.layout:
         return f"{text}; here it is the fastest, too."

@@ -3,7 +3,8 @@
     FITTED.rates("a100", FRAMEWORKS["hf"])    # the numbers for one job
     FITTED                                    # all of them; `tests/evidence/planner` fits and judges them
 
-A share is of what large matrix products reach on the GPU (`Accelerator.achievable`) or of the memory's bandwidth. Seconds are what does not shrink with the work.
+A share is of what large matrix products reach on the GPU (`Accelerator.achievable`) or of the memory's bandwidth. Seconds
+are what does not shrink with the work.
 """
 
 from __future__ import annotations

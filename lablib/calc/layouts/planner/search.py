@@ -1,15 +1,16 @@
 """`plan`: every layout of a model on a cluster, what does not fit and why, and the rest by predicted step time.
 
     result = plan("llama-3.1-405b", gpus=16384, gpu="h100", seq=8192, global_batch=2048)
-    result.best.layout              # tp=8 cp=1 pp=32 ...
+    result.best.layout              # tp=8 cp=2 pp=16 ...
     result.fastest.layout           # tp=4 cp=4 pp=16 ...
 
 All divisors are tried: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
 experts, split over tp or whole over all ranks of a stage. What the caller fixes is taken as it is, tp beyond a node too.
 A copy of what ZeRO-3 shards is on all ranks, or on those of a node with replicas outside, so that gathers stay inside
 (FSDP, arXiv 2304.11277, section 3.2). Fewer ranks of a node hold more and send more out of it; those of some nodes
-gather over the network as all do, and hold more: they are taken where they are fixed. GPipe runs only where it is fixed: it takes the time of 1F1B and never less memory. More recomputation is never faster, so
-of layouts that differ in it alone only the first that fits counts.
+gather over the network as all do, and hold more: they are taken where they are fixed. GPipe runs only where it is fixed:
+it takes the time of 1F1B and never less memory. More recomputation is never faster, so of layouts that differ in it alone
+only the first that fits counts.
 
 Sums drop what cannot fit; the rest is walked through from the fastest on, and fits if its peak leaves the reserve, and
 more where nobody judged such a peak.
@@ -649,12 +650,10 @@ class Search:
     def least_step(self, shape: int, rates: Rates) -> float:
         """Return seconds that no layout of a shape is below; of its micro-batches the largest needs least."""
         layout = self.shapes[shape]
-        sizes = list(self._micro_batches(layout))
-        return (
-            self.load.least_step(replace(layout, micro_batch=max(sizes), recompute=self.modes[0]), rates)
-            if sizes
-            else 0.0
-        )
+        largest = max(self._micro_batches(layout), default=None)
+        if largest is None:
+            return 0.0
+        return self.load.least_step(replace(layout, micro_batch=largest, recompute=self.modes[0]), rates)
 
     def reasons(self) -> list[str]:
         """Return why layouts are not counted; it depends on which degrees are above one, and not on micro-batches."""

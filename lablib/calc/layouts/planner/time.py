@@ -318,9 +318,8 @@ def _once_per_node(model: ModelConfig, cluster: Cluster, ep: int, etp: int, valu
     near = cluster.neighbours(ep, etp)
     nodes, router = ep // near, model.router
     limit = nodes
-    if (
-        router is not None and router.groups > 1
-    ):  # groups of experts that a token may choose from; a node has one or several
+    # A token may choose from some groups of experts; a node has one or several.
+    if router is not None and router.groups > 1:
         limit = min(nodes, router.group_topk * max(1, nodes // router.groups))
     sent = routed_bytes(
         1, model.hidden, num_experts=model.num_experts, experts_per_token=model.experts_per_token, ep=ep,
