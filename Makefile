@@ -70,7 +70,7 @@ setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the bo
 .PHONY: test
 test: export EXECUTED_LABS := $(EXECUTED)
 test: ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser
-	@$(MAKE) --jobs install mathjax pyodide chromium # pip waits for the disk and the network: others may work
+	@$(MAKE) --jobs install mathjax pyodide chromium frameworks # pip waits for the disk and the network: others may work
 	@rm -rf $(EXECUTED)
 	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) \
 	  lint arrows check site pages
@@ -148,6 +148,10 @@ pyodide: # Live pages that work offline, where npm is at hand; Pyodide from its 
 .PHONY: chromium
 chromium: # For the browser tests, where it can be had.
 	@tools/chromium.sh
+
+.PHONY: frameworks
+frameworks: install # What the pages say of frameworks is held to these releases; tests skip what no network brought.
+	@$(BIN)/python -m tests.evidence facts >/dev/null || true
 
 .PHONY: install
 install: $(VENV)/installed ## Create .venv and install everything, at the versions of constraints.txt

@@ -3,6 +3,7 @@
     python -m tests.evidence memory-table           the memory calculator against PyTorch, case by case
     python -m tests.evidence memory-peers           other people's calculators on the same cases
     python -m tests.evidence planner                the planner's times against measured runs
+    python -m tests.evidence facts                  what the pages say of frameworks, in the frameworks' files
 
 `--write` keeps the result in book/data; `make memory-table` runs the first two so. `--help` of each has the rest.
 """
@@ -105,6 +106,27 @@ def planner(
     typer.echo(fit_text(table))
     if write:
         save_planner_table(table)
+
+
+@app.command()
+def facts(
+    newest: Annotated[bool, typer.Option("--newest", help="Look in the newest releases, torch left out.")] = False,
+    rows: Annotated[Path | None, typer.Option(help="Another table than book/data/framework_facts.jsonl.")] = None,
+) -> None:
+    """Look up what the pages say of frameworks; fail where a fact does not hold, or no page says it any more.
+
+    Releases that are not installed are fetched from the package index, read, and kept in .cache/frameworks.
+    """
+    from tests.evidence.facts import FACTS, TORCH, look_up, newest_of, read_facts, unsaid
+
+    table = read_facts(rows or FACTS)
+    read = {fact.project: fact.version for fact in table}
+    versions = {project: newest_of(project) for project in read if project != TORCH} if newest else read
+    problems = [*unsaid(table), *look_up(table, versions)]
+    where = ", ".join(f"{project} {version}" for project, version in sorted(versions.items()))
+    told = f"{len(problems)} to look at" if problems else "all hold"
+    typer.echo(f"{len(table)} facts of {len({fact.page for fact in table})} pages, looked up in {where}: {told}")
+    _fail_with(problems)
 
 
 def _named(rows: list[dict], only: str | None) -> list[dict]:
