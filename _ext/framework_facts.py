@@ -21,7 +21,8 @@ MARKED = re.compile(r"([\\`*_{}\[\]()#|$<>])")
 def plain(words: str) -> str:
     """Return a piece of a page's source as text that Markdown leaves alone."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", ROLE.sub("…", words))
-    return MARKED.sub(r"\\\1", re.sub(r"[`*]", "", words)).strip()
+    words = re.sub(r"[`*]", "", words).strip("| ").replace(" | ", ", ")
+    return MARKED.sub(r"\\\1", words)
 
 
 def folded(rows: list[dict]) -> str:

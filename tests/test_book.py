@@ -7,6 +7,7 @@ from urllib.parse import urlparse
 import pytest
 
 from tests.built_site import CHAPTERS, LABS, MAP, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, ROOT, SITE, parsed, source
+from tests.evidence.facts import read_facts
 
 pytestmark = pytest.mark.site
 
@@ -232,3 +233,13 @@ def test_a_page_says_what_it_is(page):
     assert "Distributed Training, Rung by Rung" in soup.title.get_text()
     assert soup.select_one("meta[name=viewport]")
     assert len(soup.select("article h1")) == 1
+
+
+@pytest.mark.parametrize("page", sorted({fact.page for fact in read_facts()}))
+def test_a_page_shows_in_which_release_its_facts_were_read(page):
+    (shown,) = (
+        fold for fold in parsed(f"book/{page}.html").select("div.admonition.dropdown") if "was read" in fold.p.text
+    )
+    facts = [fact for fact in read_facts() if fact.page == page]
+    assert {strong.text for strong in shown.select("strong")} == {fact.package for fact in facts}
+    assert sorted(code.text for code in shown.select("li code")) == sorted(fact.file for fact in facts)
