@@ -218,6 +218,7 @@ class choose_algorithm:
     where_latency_equals_bytes = asked(_choose, cross=lambda ranks, latency, bandwidth: ranks * latency * bandwidth)
     in_bits = asked(_choose, size=lambda size: 8 * size)
     n_steps_in_each_half = asked(_choose, ring=lambda ranks: (2 * ranks, 2))
+    pipelined_tree = asked(_choose, tree=lambda ranks: (2 * math.ceil(math.log2(ranks)), 2))
     levels_rounded_down = asked(_choose, tree=lambda ranks: [2 * max(1, math.floor(math.log2(ranks)))] * 2)
     crossover_in_seconds_a_byte = told(
         _choose, lambda right, bandwidth: right | {"crossover": right["crossover"] / bandwidth}
@@ -447,7 +448,7 @@ SENTENCES = {
     "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",
     "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "a loop in your answer never ends",
     "in_bits": "not in bits", "n_steps_in_each_half": "n - 1 steps to reach the last one",
-    "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
+    "pipelined_tree": "as NCCL's do", "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
     "crossover_below_zero": "the crossover is 0", "waits_for_the_times_to_meet": "It never ends",
     "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice",
     "room_in_float32": "receive is float32", "adds_up_in_float32": "The sums are rounded",

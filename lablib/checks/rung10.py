@@ -297,7 +297,7 @@ def _explain_time(
         ],
         "tree": [
             (f"{cut}: every round carries all S bytes", rounds, 2 * (ranks - 1) / ranks),
-            (f"{cut}: every round carries all S bytes", rounds, 2),
+            ("A tree may pass chunks on as they come, as NCCL's do; here every round carries all S bytes", rounds, 2),
             ("Rounds are whole: on 5 ranks a tree has 3 levels", real, real),
             ("Rounds are rounded up: on 5 ranks a tree has 3 levels", lower, lower),
         ],
