@@ -158,6 +158,14 @@ class zero2_step:
         weights.sub_(lr * full)
         momentum.copy_(_mine(full))
 
+    def all_reduce_that_sums_the_momentum_too(weights, gradient, momentum, lr):
+        """Each rank adds its shard of the momentum: no byte too many, and every rank has the full mean."""
+        full = gradient / dist.get_world_size()
+        _mine(full).add_(0.9 * momentum)
+        dist.all_reduce(full)
+        momentum.copy_(_mine(full))
+        weights.sub_(lr * full)
+
     def single_precision_on_the_wire(weights, gradient, momentum, lr):
         mean, full = torch.empty(len(momentum)), torch.empty(len(weights))
         reduce_scatter(mean, gradient.float() / dist.get_world_size())
@@ -519,6 +527,7 @@ SENTENCES = {
     "moves_by_the_old_momentum": "update the momentum first",
     "learning_rate_in_the_momentum": "has the learning rate in it",
     "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",
+    "all_reduce_that_sums_the_momentum_too": "which stage 2 must not hold",
     "scatters_when_all_is_done": "full gradients are there at one moment",
     "writes_the_copy_that_it_kept": "has kept a copy",
     "single_precision_on_the_wire": "single precision only",

@@ -181,6 +181,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
         (f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. "
          f"{how if all_reduced else 'Some of it is sent more than once'}", most > 1.001 * least),
         ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
+        (how, all_reduced),
     )  # fmt: skip
 
 
