@@ -3,7 +3,8 @@
 Why not bit for bit: one process takes the mean of all samples; n ranks take the mean of n means, and add the
 numbers in another order: (a + b + c + d) / 4 and ((a + b) / 2 + (c + d) / 2) / 2 round differently.
 Why 1e-7: comparisons run in float64, where one gradient carries a rounding error of about 1e-15. AdamW divides by
-sqrt(v) + eps, so an error grows by at most lr / eps = 1e-2 / 1e-8 = 1e6 in a step, and three steps stay below 1e-8.
+sqrt(v) + eps, so from equal states an error grows by at most lr / eps = 1e-2 / 1e-8 = 1e6, to 1e-9, in one step. Later
+steps have no such bound, since weights that differ change gradients too: a hundred times that is left for them.
 A slip in the idea (a sum for a mean, a missed shard, padding that leaks) moves a weight by about lr = 1e-2.
 """
 
