@@ -145,6 +145,15 @@ class zero2_step:
         momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
         all_gather(weights, mine)
 
+    def old_momentum_undamped(weights, gradient, momentum, lr):
+        momentum.add_(_mean_shard(gradient, momentum))
+        all_gather(weights, _mine(weights) - lr * momentum)
+
+    def gathers_all_gradients(weights, gradient, momentum, lr):
+        full = gradient.new_empty(dist.get_world_size() * len(gradient))
+        all_gather(full, gradient)
+        _update_and_gather(weights, _mine(full.view(-1, len(gradient)).mean(0)), momentum, lr)
+
     def learning_rate_in_the_momentum(weights, gradient, momentum, lr):
         momentum.mul_(0.9).add_(lr * _mean_shard(gradient, momentum))
         all_gather(weights, _mine(weights) - momentum)
@@ -527,6 +536,8 @@ SENTENCES = {
     "moves_by_the_old_momentum": "update the momentum first",
     "learning_rate_in_the_momentum": "has the learning rate in it",
     "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",
+    "old_momentum_undamped": "counts in full",
+    "gathers_all_gradients": "whole gradients",
     "all_reduce_that_sums_the_momentum_too": "which stage 2 must not hold",
     "scatters_when_all_is_done": "full gradients are there at one moment",
     "writes_the_copy_that_it_kept": "has kept a copy",

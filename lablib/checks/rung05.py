@@ -169,17 +169,20 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     )
     all_reduced = "all_reduce" in results[0]["calls"]
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
+    twice = "Something is sent twice, or whole gradients where a shard of their mean is asked"
     refuse(
         "",
         ("The first step is right, and `momentum` is as before: keep it, in place, between steps", not kept[0].any()),
         ("The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves",
          _alike(kept[0], _LR * moments[0])),
         ("The weights are right, and `momentum` is not this rank's part of it", not _alike(kept[0], moments[0])),
+        ("The old momentum counts in full: 0.9 damps it before the new gradient is added",
+         _alike(kept[1], _BETWEEN * moments[0] + gradients[1].mean(0))),
         ("The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes between "
          "steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2",
          not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True))),
         (f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. "
-         f"{how if all_reduced else 'Some of it is sent more than once'}", most > 1.001 * least),
+         f"{how if all_reduced else twice}", most > 1.001 * least),
         ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
         (how, all_reduced),
     )  # fmt: skip
