@@ -1,13 +1,16 @@
 """What the checks of rung 03 say where an answer fails or waits on its ranks: one sentence, no traceback, no hang."""
 
+import warnings
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from lablib.checks import rung03
 from lablib.checks.judging import on_ranks
+from tests import defects_rung03
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
@@ -32,6 +35,26 @@ def test_an_error_on_a_rank_is_one_sentence():
     assert verdict.status == "wrong"
     assert verdict.message.startswith("Your answer stopped on rank ")
     assert "\n" not in verdict.message
+
+
+def _behind_tanh():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        x = torch.full((2,), 0.5, requires_grad=True)
+        y = torch.tanh(x)
+        dist.all_reduce(y)
+        y.sum().backward()
+    return x.grad, " ".join(str(warning.message) for warning in told)
+
+
+def test_a_sum_in_place_is_g_on_a_bare_product_and_wrong_behind_a_saved_output():
+    verdict = rung03.leave_rows(defects_rung03.leave_rows.right_2)
+    assert verdict.status == "passed"
+    assert "You sum in place" in verdict.message
+    for grad, told in on_ranks(_behind_tanh, 2):
+        tanh = torch.tanh(torch.tensor(0.5))
+        assert torch.allclose(grad, 1 - (2 * tanh) ** 2)  # of the sum, where 1 - tanh^2 is right
+        assert "an autograd kernel was not registered" in told
 
 
 @pytest.mark.parametrize(

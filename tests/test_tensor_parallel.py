@@ -247,43 +247,23 @@ def test_the_plan_of_the_chapter_is_one_process_split(ranks):
         assert calls == {"all_gather": 10, "reduce_scatter": 10, "all_reduce": 3}
 
 
-def played() -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Split two layers over four ranks that are values of one tensor: nothing is started and nothing is sent."""
-    from importlib import import_module
+def by_plan_beyond_the_key_heads() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from lablib.launch.layouts import split_by_plan
+    from lablib.launch.ranks import rank_mesh
 
-    from lablib.launch.torch_private import FakeStore
-
-    try:
-        mode = import_module("torch.distributed._local_tensor").LocalTensorMode
-    except (ImportError, AttributeError):
-        return None
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    torch.manual_seed(5)
-    whole = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
-    x = torch.randn(3, 6)
-    truth = whole(x)
-    with mode(4):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        split = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (4,)), plan)
-        y, weight = split(x) + 0, split[0].weight.to_local()
-    parts = whole[0].weight.detach().chunk(4)
-    return [
-        pair
-        for rank in range(4)
-        for pair in ((y._local_tensors[rank], truth), (weight._local_tensors[rank], parts[rank]))
-    ]
+    config = tiny_config("llama", hidden=24, num_heads=8, num_kv_heads=1, head_dim=4)
+    model, mesh = Transformer(config), rank_mesh(dist.get_world_size(), names=("tp",))
+    with pytest.raises(ValueError, match="tp=2 does not divide num_kv_heads=1, and a plan copies no head"):
+        split_by_plan(model, mesh)
+    keys = parallelize_module(model.blocks[0].attention.k, mesh, ColwiseParallel())
+    with pytest.raises(RuntimeError):
+        keys(torch.randn(2, 3, 24)).view(2, 3, -1, config.head_dim)
 
 
-def test_a_plan_on_ranks_that_one_process_plays():
-    (pairs,) = run_ranks(played, 1)
-    if pairs is None:
-        pytest.skip("this PyTorch has no LocalTensorMode")
-    assert len(pairs) == 8
-    assert max(far(*pair) for pair in pairs) < 1e-6
+def test_a_plan_copies_no_key_head():
+    on_ranks(by_plan_beyond_the_key_heads, 2)
 
 
 # What is sent
@@ -489,8 +469,9 @@ def test_the_share_of_communication_does_not_depend_on_the_batch_and_grows_with_
     assert shares[0] == 0
     assert shares == sorted(shares)
     # cF(t-1)/(9hW), but for the scores: their FLOPs are the s/(6h) of 72bsh^2 (1 + s/(6h)).
-    closed = 2 * 140e12 * 7 / (9 * config.hidden * 300e9) / (1 + 2048 / (6 * config.hidden))
-    assert one.communication / one.compute == pytest.approx(closed, rel=1e-9)
+    closed = 2 * 140e12 * 7 / (9 * config.hidden * 300e9)
+    assert one.ratio == pytest.approx(closed / (1 + 2048 / (6 * config.hidden)), rel=1e-9)
+    assert layer_times(config, batch=1, seq=2048, tp=8, **how, scores=False).ratio == pytest.approx(closed, rel=1e-9)
 
 
 def test_the_backward_gather_costs_a_quarter_more():

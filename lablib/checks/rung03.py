@@ -56,7 +56,7 @@ def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool,
     grad = _draw(30 if same_grad else 40 + rank, out)[0]
     x = leaf * 1.0  # not a leaf, as in a model
     found = _forward_and_backward(lambda: _your_own(answer(x, group)), grad, lambda y: y + x if around else y)
-    return found | {"grad": leaf.grad}
+    return found | {"grad": leaf.grad, "in_place": not torch.equal(x, leaf)}
 
 
 def _forward_and_backward(run: Callable[[], Any], grad: Tensor, total: Callable = lambda y: y) -> dict[str, Any]:
@@ -157,7 +157,9 @@ def leave_rows(answer: Callable[..., Tensor]) -> str:
             ("The gradient of a part is wrong: backward of a sum hands it on", not _same(got["grad"], grad)),
         )  # fmt: skip
     _pay(results, _all_reduce(shape, tp), 0)
-    return "One sum forward, nothing backward."
+    in_place = any(got["in_place"] for got in results)
+    told = " You sum in place: right here, and wrong without an error behind an operator that saved its output, as tanh does."
+    return "One sum forward, nothing backward." + told * in_place
 
 
 # --- half a layer -------------------------------------------------------------------------------------------

@@ -114,10 +114,6 @@ def _cp(way, b, s, a, a_kv, config, c):
     return attention_traffic(way, batch=b, seq=s, heads=a, kv_heads=a_kv, head_dim=config.head_dim, cp=c, value=1).total
 
 
-def _communicated(times):
-    return times.communication / times.compute
-
-
 def _unsharded(units, ranks, event):
     states = gathered_timeline(units, ranks, param_bytes=2, reduce_bytes=4)
     root = states[0].unit
@@ -220,12 +216,11 @@ FORMULAS = (
     Formula("eq-03-kept-shard", "Bytes a GPT layer keeps, shard kept",
         "with the scores recomputed the second term goes",
         lambda gpt, b, s, h, a, t: _gpt_bytes(gpt, b, s, t, "shard"), "{GB:,.2f} GB, for a GPT of this width"),
-    # One token: its product with itself is one part in h of the layer's work, and what the equation leaves out.
     Formula("eq-03-ratio", "Communication over computation, GPT layer",
         "c: bytes of a value; F: FLOP/s of a rank; W: bytes per second, per direction; without the products of the scores",
-        lambda gpt, c, F, t, h, W: _communicated(
-            layer_times(gpt, batch=1, seq=1, tp=t, flops=F, bandwidth=W, bytes_per_value=c)),
-        "{:.2f} on {domain}, for a GPT of this width that reaches 40% of the peak", within=1e-4),
+        lambda gpt, c, F, t, h, W:
+            layer_times(gpt, batch=1, seq=1, tp=t, flops=F, bandwidth=W, bytes_per_value=c, scores=False).ratio,
+        "{:.2f} on {domain}, for a GPT of this width that reaches 40% of the peak"),
     # 04
     Formula("eq-04-step-time", "Time of a step, GPipe and 1F1B",
         "p: ranks of the pipeline; m: micro-batches of a step; t_F, t_B: forward and backward of one on a rank",

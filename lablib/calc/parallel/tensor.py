@@ -146,6 +146,11 @@ class LayerTimes:
     communication: float
 
     @property
+    def ratio(self) -> float:
+        """Communication over computation."""
+        return self.communication / self.compute
+
+    @property
     def share(self) -> float:
         """Communication over the full time of the layer, if nothing overlaps."""
         return self.communication / (self.compute + self.communication)
@@ -162,14 +167,17 @@ def layer_times(
     latency: float = 0.0,
     bytes_per_value: int = 2,
     sequence_parallel: bool | str = False,
+    scores: bool = True,
 ) -> LayerTimes:
     """Return how long one layer computes and communicates.
 
-    For a GPT layer without the score term: communication over compute is `cF(t-1)/(9hW)`, whatever b and s are.
+    Args:
+        scores: Count the products of the scores too. Without them communication over compute is, for a GPT layer,
+            `cF(t-1)/(9hW)`, whatever b and s are.
     """
     require_dense(config)
     matrices = sum(t.outputs * t.inputs * t.copies for t in layer_tensors(config, 0) if t.inputs > 1)
-    products = 6 * batch * seq * matrices + 12 * batch * seq**2 * config.q_width
+    products = 6 * batch * seq * matrices + scores * 12 * batch * seq**2 * config.q_width
     size = batch * seq * config.hidden * bytes_per_value
     each = ring_all_gather_time(size, tp, bandwidth=bandwidth, latency=latency)
     return LayerTimes(products / tp / flops, _passes(sequence_parallel) * each)

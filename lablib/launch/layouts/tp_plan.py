@@ -77,7 +77,14 @@ def split_by_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Args:
         model: With the same weights on every rank.
         mesh: Of one axis, whose size divides the tokens of a sequence.
+
+    Raises:
+        ValueError: If the key heads do not divide; the plan cuts them, and copies none.
     """
+    if model.config.num_kv_heads % mesh.size():
+        raise ValueError(
+            f"tp={mesh.size()} does not divide num_kv_heads={model.config.num_kv_heads}, and a plan copies no head"
+        )
     parallelize_module(model, mesh, ends_plan())
     for block in model.blocks:
         parallelize_module(block, mesh, block_plan())
