@@ -276,7 +276,7 @@ class sent_bytes:
     no_second_round = lambda *case: _sent(*case, ring=4)
     forward_alone = lambda *case: _sent(*case, ring=2, gathered=2, ulysses=2)
     gathered_as_a_ring = lambda *case: _sent(*case, gathered=6)
-    gradients_all_reduced = lambda *case: _sent(*case, gathered=6, ring=6)
+    gradients_in_fp32 = lambda *case: _sent(*case, ring=8, gathered=6)
     own_part_travels = lambda *case: _sent(*case, others=case[-1])
 
     def gradients_go_all_the_way_round(seq, heads, kv_heads, head_dim, cp):
@@ -458,7 +458,8 @@ SENTENCES = {
     "no_second_round": "the keys and values again",
     "own_part_travels": "A rank's own part never travels",
     "gradients_go_all_the_way_round": "c - 1 messages",
-    "gathered_as_a_ring": "half as much again",
+    "gathered_as_a_ring": "a second gather",
+    "gradients_in_fp32": "gradients in fp32 would be",
     "all_heads_have_keys": "kv_heads heads",
     "ulysses_forgets_the_output": "the output travels back",
     "query_heads_decide": "query heads alone are not enough",

@@ -385,15 +385,15 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
             ("Backward needs more than one round: the keys and values again, since nobody kept them, and the gradients of "
              "both", 2 / 3),
             ("The gradients of a rank's own keys come in c - 1 messages, not c", (3 * n - 2) / (3 * (n - 1))),
-            ("This is four rounds. There are three: keys and values forward, the same again backward, and the gradients of "
-             "both, two bytes a number like the rest", 4 / 3),
+            ("This is a third too much, as a fourth round or gradients in fp32 would be. There are three rounds, keys and values "
+             "forward, the same again backward, and the gradients of both, all in two bytes a number", 4 / 3),
             ("A block goes on c - 1 times, until every rank has seen it", 1 / (n - 1)),
         ],
         "gathered": [*around,
             ("This is half: keys and values both travel, in forward and as gradients in backward, and two bytes carry each "
              "number", 1 / 2),
-            ("This is half as much again: what was gathered is kept, so backward gathers nothing, and it reduce-scatters the "
-             "gradients, which is half of an all-reduce", 3 / 2),
+            ("This is half as much again, as a second gather, an all-reduce or gradients in fp32 would be: what was gathered is "
+             "kept, and backward reduce-scatters the gradients once, in two bytes a number", 3 / 2),
             ("A reduce-scatter of the gradients of keys and values sends as much as the all-gather did", 3 / 4),
         ],
         "ulysses": [

@@ -1,4 +1,4 @@
-"""Pictures of context parallelism: a causal mask cut among ranks, a ring over time, bytes and memory.
+"""Pictures of context parallelism: a causal mask cut among ranks, a ring over time, memory.
 
 Every function takes numbers that `lablib.calc` computed and returns a figure.
 """
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lablib.view.runs import Span, timeline
-from lablib.view.style import COLORS, DASHES, doubling_axis, figure, plot_lines, with_legend
+from lablib.view.style import COLORS, doubling_axis, figure, plot_lines, with_legend
 
 #: One colour a rank, or a line; numbers beside the rows say the same without hue.
 _LINES = ("weights", "gradients", "optimizer", "activations")
@@ -60,29 +60,6 @@ def ring_steps(panels: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
             now = end
         lanes[title] = sorted(spans, key=lambda span: span.lane)
     return timeline(lanes, unit="blocks of scores")
-
-
-def traffic_by_degree(
-    panels: Mapping[str, Mapping[str, tuple[Sequence[int], Sequence[float]]]], *, unit: str
-) -> Figure:
-    """Draw what a rank sends over the degree of cp, one panel a model, one line a way.
-
-    Args:
-        panels: By model and way, the degrees and what is sent at each.
-    """
-    fig, axes = figure(height=2.3 * len(panels) + 0.5, nrows=len(panels), squeeze=False, sharex=True)
-    named: set[str] = set()
-    for ax, (title, ways) in zip(axes[:, 0], panels.items(), strict=True):
-        for (name, (degrees, sent)), role, dash in zip(ways.items(), _LINES, DASHES, strict=False):
-            label = None if name in named else name
-            named.add(name)
-            ax.plot(degrees, sent, linestyle=dash, color=COLORS[role], marker="o", markersize=4, label=label)
-        ax.set_title(title, loc="left", fontsize=10)
-        doubling_axis(ax, sorted({degree for degrees, _ in ways.values() for degree in degrees}))
-        ax.set_ylim(bottom=0)
-        ax.set_ylabel(unit)
-    axes[-1, 0].set_xlabel("degree of context parallelism")
-    return with_legend(fig, 2)
 
 
 def memory_by_length(
