@@ -110,7 +110,8 @@ class ContextParallelTransformer(Transformer):
     def loss(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, labels_BS: Tensor | None = None) -> Tensor:
         """Return the mean loss over all tokens with a label, of all ranks of `loss_group`; the same on each of them.
 
-        Its backward leaves gradients whose *average* over `loss_group` is the gradient, as DDP and FSDP expect.
+        Its backward leaves gradients whose *average* over `loss_group` is the gradient, as DDP and FSDP expect. Without
+        any label it is not a number, as in `cross_entropy`.
 
         Args:
             tokens_BT: Full windows of S + 1 tokens, the same on every rank of `group`.
