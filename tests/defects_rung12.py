@@ -255,6 +255,8 @@ class global_loss:
         weighed = (each / count * (count / tokens) for each, count in zip(sums, counts, strict=True) if count)
         return [math.fsum(weighed), 1 / (tokens / len(counts))]
 
+    right_by_name = lambda sums, counts: {"factor": len(sums) / sum(counts), "loss": sum(sums) / sum(counts)}
+
     def right_4(sums, counts):
         """A class of its own for the two numbers."""
         tokens = sum(counts)
@@ -295,6 +297,7 @@ class sent_bytes:
     # All tokens to everybody, and not a part in c.
     ulysses_gathers = lambda *case: _sent(*case, ulysses=4 * case[-1])
     keys_alone = lambda *case: _sent(*case, ring=3, gathered=2)
+    both_directions = lambda *case: {way: 2 * each for way, each in _sent(*case).items()}
     counts_values = told(_sent, lambda sent: {way: each / 2 for way, each in sent.items()})
     of_all_ranks = told(_sent, lambda sent, cp: {way: each * cp for way, each in sent.items()})
 
@@ -460,6 +463,7 @@ SENTENCES = {
     "gradients_go_all_the_way_round": "c - 1 messages",
     "gathered_as_a_ring": "a second gather",
     "gradients_in_fp32": "gradients in fp32 would be",
+    "both_directions": "was sent by another rank",
     "all_heads_have_keys": "kv_heads heads",
     "ulysses_forgets_the_output": "the output travels back",
     "query_heads_decide": "query heads alone are not enough",

@@ -312,7 +312,8 @@ def _of(sums: list[float], counts: list[int]) -> str:
 
 
 def _judge_loss(got: Any, sums: list[float], counts: list[int]) -> None:
-    loss, factor = pair(got, "Return a pair: the loss of all tokens, and the factor of a rank's own sum.")
+    otherwise = "Return a pair: the loss of all tokens, and the factor of a rank's own sum."
+    loss, factor = pair(got, otherwise, "loss", "factor")
     case, n, total = _of(sums, counts), len(sums), sum(counts)
     truth, right = sum(sums) / total, n / total
     means = [each / count for each, count in zip(sums, counts, strict=True) if count]
@@ -371,7 +372,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
     narrow = "Keys and values have kv_heads heads; only queries and outputs have all of them"
     general = [
         (f"A rank's own part never travels: of {n} parts {n - 1} leave, or pass by", n / (n - 1)),
-        ("Twice too many: two bytes carry a number", 2.0),
+        ("Twice too many: two bytes carry a number, and what arrives was sent by another rank", 2.0),
         ("This is divided by cp once too often", 1 / n),
         ("Return bytes, not MB", 1e-6),
         ("Return bytes, not GB", 1e-9),
@@ -548,7 +549,7 @@ def _judge_split(got: Any, job: Job, possible: list[str]) -> str:
             raise Wrong(f"{way} is {'missing' if way in possible else 'named as possible'}: {why} ({_job(job)}).")
     sizes = _on_a_rank(job)
     sent = {way: attention_traffic(way, **sizes).total for way in possible}
-    way = got["way"]
+    way = got["way"].lower() if isinstance(got["way"], str) else got["way"]
     if way not in possible:
         raise Wrong(f"`way` is one of `possible`, here {', '.join(possible)}, and you say {way!r} ({_job(job)}).")
     if not close(sent[way], min(sent.values())):
