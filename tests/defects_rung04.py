@@ -150,6 +150,18 @@ class one_f_one_b_schedule:
     one_forward_too_many = lambda p, m: _rows(p, m, lambda i: p - i)
     no_warmup = lambda p, m: _rows(p, m, lambda i: 0)
     warmup_turned_round = lambda p, m: _rows(p, m, lambda i: i)
+
+    def warms_up_beyond_the_step(p, m):
+        """Right for m >= p; with fewer the warm-up runs past them, and the backwards at the end begin below 0."""
+        rows = []
+        for i in range(p):
+            warmup = p - 1 - i
+            row = [f"{i}F{k}" for k in range(warmup)]
+            for k in range(warmup, m):
+                row += [f"{i}F{k}", f"{i}B{k - warmup}"]
+            rows.append(row + [f"{i}B{k}" for k in range(m - warmup, m)])
+        return rows
+
     loses_the_last_backwards = told(_plain, lambda rows: [row.rsplit(" ", 1)[0] for row in rows])
     backward_before_forward = told(
         _plain, lambda rows, p, m: [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
@@ -441,6 +453,7 @@ SENTENCES = {
     "counts_stages_as_whole": "Those are stages",
     "newest_backward_first": "a queue and not a stack",
     "never_ends": "It never ends",
+    "warms_up_beyond_the_step": "min(m, p - 1 - i)",
     "weights_at_once": "every W is done at once",
     "counts_all_stages_as_ranks": "however many stages come after it",
     "fills_and_drains_twice": "Counted twice",

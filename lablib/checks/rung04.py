@@ -68,7 +68,7 @@ BUBBLES = [
     (lambda p, m, v: (p * (p - 1) / (v * m), p * (p - 1) / (v * m + p - 1)),
      "That is the idle time of all ranks over the time of one"),
     (lambda p, m, v: (p - 1, (p - 1) / p),
-     "That is the naive pipeline, with one micro-batch in it at a time: m of them share one wait"),
+     "That is the naive schedule, with one micro-batch in it at a time: m of them share one wait"),
     (lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)),
      "The second is the utilization: the bubble is what is left of the total time"),
 ]  # fmt: skip
@@ -267,6 +267,10 @@ def _rows(answer: object, p: int) -> list[list[str]]:
 def _valid(answer: object, p: int, m: int) -> Schedule:
     """Return the learner's schedule, or say which idea keeps it from running."""
     rows = _rows(answer, p)
+    told = [int(found[1]) for row in rows for cell in row if (found := re.search(r"[FBIW](-?\d+)$", cell))]
+    beyond = m < p and any(number not in range(m) for number in told)
+    few = f"A step of {m} micro-batches has fewer than the p - 1 - i = {p - 1} forwards that rank 0 would warm up with"
+    refuse(_case(p, m), (f"{few}: it takes min(m, p - 1 - i), and no more follow", beyond))
     try:
         mine = parse_schedule(rows)
         if (mine.num_stages, mine.num_microbatches) != (p, m):
