@@ -32,6 +32,7 @@ class bubbles:
     more_stages_more_bubble = _both(lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))))
     utilisation_for_bubble = _both(lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)))
     naive_bubble = _both(lambda p, m, v: (p - 1, (p - 1) / p))
+    divides_the_share_by_v = _both(lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v))
     in_percent = _both(lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)))
     idle_over_all_slots_of_all_ranks = _both(lambda p, m, v: ((p - 1) / (v * m * p), (p - 1) / (p * (v * m + p - 1))))
     counts_all_stages_as_ranks = _both(lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)))
@@ -80,6 +81,7 @@ class in_flight:
     interleaved_like_plain = _but("interleaved", lambda p, m, v: [min(m, p - i) for i in range(p)])
     counts_stages_as_whole = lambda name, p, m, v: [count * v for count in _held(name, p, m, v)]
     gpipe_holds_what_1f1b_holds = _but("gpipe", lambda p, m, v: _held("1f1b", p, m, v))
+    naive_on_rank_0_alone = _but("naive", lambda p, m, v: [1] + [0] * (p - 1))
     naive_holds_all = _but("naive", lambda p, m, v: _held("gpipe", p, m, v))
     first_rank_of_interleaved_less_one_each = _but(
         "interleaved", lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)]
@@ -447,6 +449,8 @@ DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, bea
 #: What the verdict on a defect must say: that it names the mistake, not only that there is one.
 SENTENCES = {
     "in_percent": "percent",
+    "divides_the_share_by_v": "not its share",
+    "naive_on_rank_0_alone": "comes to every rank",
     "forgets_interleaving": "Interleaving is left out",
     "utilisation_for_bubble": "utilization",
     "first_rank_of_interleaved_less_one_each": "Rank 0 is right",

@@ -59,6 +59,8 @@ BUBBLES = [
      "A micro-batch passes p - 1 boundaries, not p: one stage alone has no bubble"),
     (lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)),
      "Interleaving is left out: a stage of 1/v of the layers fills the pipeline in 1/v of the time"),
+    (lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v),
+     "Divide the idle time by v, not its share: the total time gets shorter with it"),
     (lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))),
      "More stages on a rank make the bubble smaller, not larger"),
     (lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)),
@@ -143,6 +145,7 @@ def _interleaved(p: int, m: int, v: int, per_hop: int = 2, last: int = 1) -> lis
 #: The same for the micro-batches that ranks hold, by the name of the schedule.
 HELD = {
     "naive": [
+        (lambda p, m, v: [1] + [0] * (p - 1), "The micro-batch comes to every rank, which holds it until its own backward"),
         (lambda p, m, v: [m] * p, "The naive schedule finishes a micro-batch before it starts the next"),
         (lambda p, m, v: [p - i for i in range(p)], "The naive schedule finishes a micro-batch before it starts the next"),
     ],
