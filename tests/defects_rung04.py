@@ -32,6 +32,7 @@ class bubbles:
     more_stages_more_bubble = _both(lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))))
     utilisation_for_bubble = _both(lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)))
     naive_bubble = _both(lambda p, m, v: (p - 1, (p - 1) / p))
+    divides_the_share_by_v = _both(lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v))
     in_percent = _both(lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)))
     idle_over_all_slots_of_all_ranks = _both(lambda p, m, v: ((p - 1) / (v * m * p), (p - 1) / (p * (v * m + p - 1))))
     counts_all_stages_as_ranks = _both(lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)))
@@ -80,6 +81,7 @@ class in_flight:
     interleaved_like_plain = _but("interleaved", lambda p, m, v: [min(m, p - i) for i in range(p)])
     counts_stages_as_whole = lambda name, p, m, v: [count * v for count in _held(name, p, m, v)]
     gpipe_holds_what_1f1b_holds = _but("gpipe", lambda p, m, v: _held("1f1b", p, m, v))
+    naive_on_rank_0_alone = _but("naive", lambda p, m, v: [1] + [0] * (p - 1))
     naive_holds_all = _but("naive", lambda p, m, v: _held("gpipe", p, m, v))
     first_rank_of_interleaved_less_one_each = _but(
         "interleaved", lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)]
@@ -150,6 +152,18 @@ class one_f_one_b_schedule:
     one_forward_too_many = lambda p, m: _rows(p, m, lambda i: p - i)
     no_warmup = lambda p, m: _rows(p, m, lambda i: 0)
     warmup_turned_round = lambda p, m: _rows(p, m, lambda i: i)
+
+    def warms_up_beyond_the_step(p, m):
+        """Right for m >= p; with fewer the warm-up runs past them, and the backwards at the end begin below 0."""
+        rows = []
+        for i in range(p):
+            warmup = p - 1 - i
+            row = [f"{i}F{k}" for k in range(warmup)]
+            for k in range(warmup, m):
+                row += [f"{i}F{k}", f"{i}B{k - warmup}"]
+            rows.append(row + [f"{i}B{k}" for k in range(m - warmup, m)])
+        return rows
+
     loses_the_last_backwards = told(_plain, lambda rows: [row.rsplit(" ", 1)[0] for row in rows])
     backward_before_forward = told(
         _plain, lambda rows, p, m: [*rows[:-1], " ".join(f"{p - 1}B{k} {p - 1}F{k}" for k in range(m))]
@@ -435,12 +449,15 @@ DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, bea
 #: What the verdict on a defect must say: that it names the mistake, not only that there is one.
 SENTENCES = {
     "in_percent": "percent",
+    "divides_the_share_by_v": "not its share",
+    "naive_on_rank_0_alone": "comes to every rank",
     "forgets_interleaving": "Interleaving is left out",
     "utilisation_for_bubble": "utilization",
     "first_rank_of_interleaved_less_one_each": "Rank 0 is right",
     "counts_stages_as_whole": "Those are stages",
     "newest_backward_first": "a queue and not a stack",
     "never_ends": "It never ends",
+    "warms_up_beyond_the_step": "min(m, p - 1 - i)",
     "weights_at_once": "every W is done at once",
     "counts_all_stages_as_ranks": "however many stages come after it",
     "fills_and_drains_twice": "Counted twice",

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 
 from lablib.calc.communication import ring_states
 from lablib.calc.layouts import mesh
-from lablib.calc.schedules import one_f_one_b, simulate, zb_h1
+from lablib.calc.schedules import interleaved, one_f_one_b, simulate, zb_h1
 from lablib.calc.schedules.generators import dualpipe_v
 from lablib.view import communication, memory, precision, recompute
 from lablib.view import communication as fabric
@@ -320,6 +320,9 @@ def test_a_pipeline_has_a_bar_an_action_and_idle_lanes():
     assert sum(len(c.get_paths()) for c in first.collections) == len(one.events) + 4
     assert first.get_xlim() == second.get_xlim() == (0, max(one.makespan, two.makespan))
     assert sorted(t.get_text() for t in first.texts) == sorted(str(e.action.microbatch) for e in one.events)
+    thin = simulate(interleaved(4, 8, 2))  # half as wide, and each still with its number
+    _, below = pipeline({"a": one.events, "thin": thin.events}).axes
+    assert len(below.texts) == len(thin.events)
     (ax,) = pipeline({"DualPipe-V": (both := simulate(dualpipe_v(2, 6))).events}).axes
     bars = sum(len(c.get_paths()) for c in ax.collections)
     assert bars == sum(len(event.action.parts) for event in both.events) + 2

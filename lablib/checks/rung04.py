@@ -59,6 +59,8 @@ BUBBLES = [
      "A micro-batch passes p - 1 boundaries, not p: one stage alone has no bubble"),
     (lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)),
      "Interleaving is left out: a stage of 1/v of the layers fills the pipeline in 1/v of the time"),
+    (lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v),
+     "Divide the idle time by v, not its share: the total time gets shorter with it"),
     (lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))),
      "More stages on a rank make the bubble smaller, not larger"),
     (lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)),
@@ -68,7 +70,7 @@ BUBBLES = [
     (lambda p, m, v: (p * (p - 1) / (v * m), p * (p - 1) / (v * m + p - 1)),
      "That is the idle time of all ranks over the time of one"),
     (lambda p, m, v: (p - 1, (p - 1) / p),
-     "That is the naive pipeline, with one micro-batch in it at a time: m of them share one wait"),
+     "That is the naive schedule, with one micro-batch in it at a time: m of them share one wait"),
     (lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)),
      "The second is the utilization: the bubble is what is left of the total time"),
 ]  # fmt: skip
@@ -143,6 +145,7 @@ def _interleaved(p: int, m: int, v: int, per_hop: int = 2, last: int = 1) -> lis
 #: The same for the micro-batches that ranks hold, by the name of the schedule.
 HELD = {
     "naive": [
+        (lambda p, m, v: [1] + [0] * (p - 1), "The micro-batch comes to every rank, which holds it until its own backward"),
         (lambda p, m, v: [m] * p, "The naive schedule finishes a micro-batch before it starts the next"),
         (lambda p, m, v: [p - i for i in range(p)], "The naive schedule finishes a micro-batch before it starts the next"),
     ],
@@ -267,6 +270,10 @@ def _rows(answer: object, p: int) -> list[list[str]]:
 def _valid(answer: object, p: int, m: int) -> Schedule:
     """Return the learner's schedule, or say which idea keeps it from running."""
     rows = _rows(answer, p)
+    told = [int(found[1]) for row in rows for cell in row if (found := re.search(r"[FBIW](-?\d+)$", cell))]
+    beyond = m < p and any(number not in range(m) for number in told)
+    few = f"A step of {m} micro-batches has fewer than the p - 1 - i = {p - 1} forwards that rank 0 would warm up with"
+    refuse(_case(p, m), (f"{few}: it takes min(m, p - 1 - i), and no more follow", beyond))
     try:
         mine = parse_schedule(rows)
         if (mine.num_stages, mine.num_microbatches) != (p, m):

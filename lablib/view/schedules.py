@@ -25,8 +25,8 @@ ACTION_COLORS = {
     "W": ("backward: weight", COLORS["gradients"]),
 }
 _HEIGHT = 0.8
-#: Points: what a digit of 9 pt takes, and the width of the axes in a figure 5.2 inches wide.
-_DIGIT, _AXES_WIDTH = 5.8, 318
+#: What a digit takes, in sizes of its font, and the points of the axes in a figure 5.2 inches wide.
+_DIGIT, _AXES_WIDTH = 0.64, 318
 
 
 class Event(Protocol):
@@ -108,9 +108,11 @@ def _bars(event: Event) -> list[_Bar]:
 def _number(ax: Axes, bar: _Bar, longest: float) -> None:
     """Write the number of a bar's micro-batch into it if there is room."""
     label, (bottom, height) = str(bar.action.microbatch), bar.box
-    if height == _HEIGHT and bar.width / longest * _AXES_WIDTH > _DIGIT * len(label) + 1:
+    room = bar.width / longest * _AXES_WIDTH - 0.3
+    size = next((size for size in (9, 7) if room > _DIGIT * size * len(label)), None)
+    if height == _HEIGHT and size:
         middle = (bar.start + bar.width / 2, bottom + height / 2)
-        ax.text(*middle, label, ha="center", va="center", color="white", fontsize=9)
+        ax.text(*middle, label, ha="center", va="center", color="white", fontsize=size)
 
 
 def _darker(color: str, depth: float) -> tuple[float, ...]:
