@@ -11,6 +11,7 @@ from lablib.calc.params import count_params
 from tests.planted import asked, listed, told
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+RUN_LOGIT = {"eager": 12, "megatron": 6}
 MOMENTS = {"sgd": 0.0, "sgd-momentum": 4.0, "adamw": 8.0, "adamw-8bit": 2 + 8 / 256}
 
 
@@ -167,7 +168,7 @@ class block_activations:
         return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
 
 
-def _run_held(memory, optimizer, *, logit=6, last=0):
+def _run_held(memory, optimizer, logit, *, last=0):
     """Return a run with another peak: so many bytes a logit at the loss, and so many more in the step."""
     states = memory["weights"] + memory["optimizer"]
     loss = states + memory["activations"] + memory["logits"] * logit // 4
@@ -176,7 +177,7 @@ def _run_held(memory, optimizer, *, logit=6, last=0):
 
 
 class run_memory:
-    def right(shape, optimizer, seq, batch, recompute):
+    def right(shape, optimizer, seq, batch, recompute, loss):
         """Per layer and per token, with what kernels keep beside; the peak from a list of two."""
         h, heads, width = shape["hidden"], shape["heads"], shape["head_dim"]
         keys = shape["kv_heads"] * width
@@ -190,14 +191,14 @@ class run_memory:
         logits = batch * seq * shape["vocab"] * 4
         ends = 4 * batch * seq * h
         peaks = {
-            "at the loss": (2 + state) * n + kept + logits * 1.5 + ends,
+            "at the loss": (2 + state) * n + kept + logits * RUN_LOGIT[loss] / 4 + ends,
             "in the optimizer's step": (2 + state + 4 + 4 * (optimizer == "adamw")) * n,
         }
         names = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak", "at")
         at = max(peaks, key=peaks.get)
         return dict(zip(names, (n, 2 * n, 2 * n, state * n, kept, logits, peaks[at], at), strict=True))
 
-    def right_2(shape, optimizer, seq, batch, recompute):
+    def right_2(shape, optimizer, seq, batch, recompute, loss):
         """In numpy; the statistics of softmax and the inputs of norm and head left out."""
         size = {name: np.int64(value) for name, value in shape.items()}
         h, q, k = size["hidden"], size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
@@ -207,11 +208,11 @@ class run_memory:
         wide = 8 * h + 4 * (q + k) + 6 * size["ffn"]
         kept = np.float64(size["layers"] * tokens * (2 * h if recompute == "full" else wide))
         held = {"adamw": 14, "adamw-fused": 14, "sgd-momentum": 10, "sgd": 6}[optimizer]
-        loss = held * n + kept + 6 * tokens * size["vocab"]
+        at_loss = held * n + kept + {"eager": 12, "megatron": 6}[loss] * tokens * size["vocab"]
         step = (held + (8 if optimizer == "adamw" else 4)) * n
         return {
             "parameters": n, "weights": 2 * n, "gradients": 2 * n, "optimizer": (held - 2) * n, "activations": kept,
-            "logits": 4 * tokens * size["vocab"], "peak": max(loss, step), "at": "Loss" if loss > step else "Step",
+            "logits": 4 * tokens * size["vocab"], "peak": max(at_loss, step), "at": "Loss" if at_loss > step else "Step",
         }  # fmt: skip
 
     run_without_master = told(
@@ -225,46 +226,51 @@ class run_memory:
     run_with_an_untied_head = asked(right, shape=lambda shape: shape | {"tied": False})
     run_with_keys_for_every_head = asked(right, shape=lambda shape: shape | {"kv_heads": shape["heads"]})
 
-    def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute):
+    def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute, loss):
         block = block_activations.right(seq, batch, shape["hidden"], shape["heads"], "fused", recompute)
-        return run_memory.right(shape, optimizer, seq, batch, recompute) | {"activations": block * shape["layers"]}
+        return run_memory.right(shape, optimizer, seq, batch, recompute, loss) | {
+            "activations": block * shape["layers"]
+        }
 
     run_never_recomputes = asked(right, recompute="none")
     run_for_one_sequence = asked(right, batch=1)
     run_with_heads_that_fill_the_hidden_size = asked(
         right, shape=lambda shape: shape | {"head_dim": shape["hidden"] // shape["heads"]}
     )
-    run_as_eager_pytorch_holds_it = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, logit=12))
-    run_with_logits_in_both_dtypes = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, logit=10))
+    run_always_eager = asked(right, loss="eager")
+    run_always_megatron = asked(right_2, loss="megatron")
+    run_with_logits_in_both_dtypes = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, 10))
+    run_without_the_gradient_of_logits = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, 4))
 
-    def without_the_idea_of_instants(shape, optimizer, seq, batch, recompute):
+    def without_the_idea_of_instants(shape, optimizer, seq, batch, recompute, loss):
         """The states after backward, and activations on top; at the loss, unless they are recomputed."""
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
         states = memory["weights"] + memory["gradients"] + memory["optimizer"]
         return memory | {"peak": states + memory["activations"], "at": "step" if recompute == "full" else "loss"}
 
-    def without_the_idea_a_rule_of_thumb(shape, optimizer, seq, batch, recompute):
+    def without_the_idea_a_rule_of_thumb(shape, optimizer, seq, batch, recompute, loss):
         """Every number is right, and the instant follows from the length of the batch."""
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
         return memory | {"at": "loss" if seq * batch > 8192 else "step"}
 
-    def without_the_idea_the_calculator_counts(shape, optimizer, seq, batch, recompute):
+    def without_the_idea_the_calculator_counts(shape, optimizer, seq, batch, recompute, loss):
         sizes = {"num_layers": "layers", "hidden": "hidden", "num_heads": "heads", "num_kv_heads": "kv_heads"}
         sizes |= {name: name for name in ("head_dim", "ffn", "vocab", "tied")}
         config = ModelConfig(name="drawn", **{name: shape[ours] for name, ours in sizes.items()})
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute)
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
         return memory | {"parameters": count_params(config).total}
 
-    def right_4(shape, optimizer, seq, batch, recompute):
+    def right_4(shape, optimizer, seq, batch, recompute, loss):
         """In the step the last bf16 gradient stands beside its fp32 copy, where no roots come after it."""
         last = 2 * shape["vocab"] * shape["hidden"] * (optimizer != "adamw")
-        return _run_held(run_memory.right_2(shape, optimizer, seq, batch, recompute), optimizer, last=last)
+        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
+        return _run_held(memory, optimizer, RUN_LOGIT[loss], last=last)
 
     run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
     run_with_16_bit_logits = told(right, lambda memory: memory | {"logits": memory["logits"] // 2})
 
-    def run_that_adds_everything(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+    def run_that_adds_everything(shape, optimizer, seq, batch, recompute, loss):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
         terms = ("weights", "gradients", "optimizer", "activations", "logits")
         return memory | {"peak": sum(memory[term] for term in terms)}
 
@@ -280,12 +286,12 @@ class run_memory:
         right, lambda memory: memory | {"peak": memory["peak"] - memory["optimizer"] * (memory["at"] == "at the loss")}
     )
 
-    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute, loss):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
         fourth = 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")
         return memory | {"activations": memory["activations"] + fourth}
 
-    def right_3(shape, optimizer, seq, batch, recompute):
+    def right_3(shape, optimizer, seq, batch, recompute, loss):
         """Takes the entries out of the dictionary, and loops over tensors."""
         layers, h, f, vocab = (shape.pop(name) for name in ("layers", "hidden", "ffn", "vocab"))
         queries, keys, width, tied = (shape.pop(name) for name in ("heads", "kv_heads", "head_dim", "tied"))
@@ -301,19 +307,19 @@ class run_memory:
         found["optimizer"] = 4 * n * (1 + optimizer.startswith("adamw") * 2 + (optimizer == "sgd-momentum"))
         found["logits"] = seq * batch * vocab * 4
         always = found["weights"] + found["optimizer"]
-        loss, step = always + found["activations"] + found["logits"] * 3 // 2, always + 4 * n
+        at_loss, step = always + found["activations"] + found["logits"] // 4 * RUN_LOGIT[loss], always + 4 * n
         step += 4 * n if optimizer == "adamw" else 0
-        return found | ({"peak": loss, "at": "loss"} if loss > step else {"peak": step, "at": "step"})
+        return found | ({"peak": at_loss, "at": "loss"} if at_loss > step else {"peak": step, "at": "step"})
 
-    def run_in_gb(shape, optimizer, seq, batch, recompute):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute)
+    def run_in_gb(shape, optimizer, seq, batch, recompute, loss):
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
         return {
             term: memory[term] / (1e9 if term not in ("parameters", "at") else 1) for term in memory if term != "at"
         } | {"at": memory["at"]}
 
     run_summed_up = told(right, lambda memory: memory["peak"])
 
-    def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute):
+    def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute, loss):
         return {"parameters": count_params(shape).total}
 
 
@@ -323,7 +329,8 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations,
 SENTENCES = {
     "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
-    "run_as_eager_pytorch_holds_it": "and this is 12sbV", "run_with_logits_in_both_dtypes": "eager PyTorch holds 12sbV",
+    "run_always_eager": "whose loss it is", "run_always_megatron": "whose loss it is: at the loss a logit has 12",
+    "run_with_logits_in_both_dtypes": "two gradients, all in fp32", "run_without_the_gradient_of_logits": "stands beside what",
     "without_the_idea_of_instants": "No instant holds all", "without_the_idea_a_rule_of_thumb": "at: say",
     "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
     "no_master_copy_beside_fp32": "beside fp32 weights too",

@@ -26,7 +26,7 @@ from tests.scripts import load
 
 
 def test_an_unexpected_error_of_an_answer_keeps_its_own_text():
-    verdict = rung01.run_memory(lambda shape, optimizer, seq, batch, recompute: seq + "tokens")
+    verdict = rung01.run_memory(lambda shape, optimizer, seq, batch, recompute, loss: seq + "tokens")
     assert (verdict.status, "stopped in line " in verdict.message) == ("wrong", True)
     assert "with TypeError: " in verdict.message
 
@@ -43,7 +43,7 @@ def test_a_check_says_its_seed_and_what_it_drew(capsys):
 def test_a_run_by_hand_is_the_timeline_of_the_calculator(optimizer, recompute):
     config = ModelConfig(num_layers=6, hidden=512, num_heads=16, num_kv_heads=4, head_dim=64, ffn=1408, vocab=32000)
     shape = {"layers": 6, "hidden": 512, "heads": 16, "kv_heads": 4, "head_dim": 64, "ffn": 1408, "vocab": 32000}
-    truth = rung01.true_run(shape | {"tied": False}, optimizer, 1024, 4, recompute)
+    truth = rung01.true_run(shape | {"tied": False}, optimizer, 1024, 4, recompute, "megatron")
     name, fused = optimizer.removesuffix("-fused"), optimizer.endswith("-fused")
     step = "fused" if fused else "foreach"
     line = memory_timeline(config, optimizer=name, seq=1024, micro_batch=4, recompute=recompute, step=step)

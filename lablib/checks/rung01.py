@@ -22,6 +22,8 @@ STRATEGIES = {"ddp": 0, "zero-1": 12, "zero-2": 14, "zero-3": 16, "tensor": 16} 
 #: Optimizers of a run in mixed precision: bytes of moments a parameter, and of roots that its step makes.
 #: One moment comes first, because there a missing master copy and 16-bit moments are different numbers.
 RUN_OPTIMIZERS = {"sgd-momentum": (4, 0), "adamw": (8, 4), "adamw-fused": (8, 0), "sgd": (0, 0)}
+#: Bytes a logit at the loss: eager PyTorch holds log-probabilities and two gradients in fp32, Megatron one fp32 and one bf16.
+RUN_LOSSES = {"eager": 12, "megatron": 6}
 TERMS = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak")
 
 
@@ -284,15 +286,15 @@ _BLOCK_SLIPS: list[Slip] = [
 @check(
     idea="Count the parameters, then ask for two instants, the loss and the optimizer's step: the larger is the peak.",
     section="The peak of a step: loss or optimizer",
-    line="At the loss weights, optimizer, activations and 6sbV are held; in the step weights, optimizer and 4 or 8 "
+    line="At the loss weights, optimizer, activations and 12sbV or 6sbV are held; in the step weights, optimizer and 4 or 8 "
     "bytes a parameter.",
 )
 def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str:
-    """Judge `run_memory(shape, optimizer, seq, batch, recompute)`: bytes by term, for Llama shapes drawn at random."""
-    for shape, optimizer, seq, batch, recompute, truth in _draw_runs(_dice(seed)):
-        given = _terms_of(answer, shape, optimizer, seq, batch, recompute)
-        case = f"{shape['layers']} layers, hidden {shape['hidden']}, {optimizer}, recompute {recompute}"
-        _judge_run(given, truth, shape, optimizer, seq, batch, recompute, case)
+    """Judge `run_memory(shape, optimizer, seq, batch, recompute, loss)`: bytes by term, for Llama shapes drawn at random."""
+    for shape, optimizer, seq, batch, recompute, loss, truth in _draw_runs(_dice(seed)):
+        given = _terms_of(answer, shape, optimizer, seq, batch, recompute, loss)
+        case = f"{shape['layers']} layers, hidden {shape['hidden']}, {optimizer}, recompute {recompute}, {loss} loss"
+        _judge_run(given, truth, shape, optimizer, seq, batch, recompute, loss, case)
         print(f"  {case}, s={seq}, b={batch}:\n    {truth['peak'] / 1e9:.1f} GB at the {truth['at']}")
     counted = ("lablib.calc.memory.", "lablib.calc.params.")
     if used := [name for name in getattr(answer, "called", ()) if name.startswith(counted)]:
@@ -306,15 +308,19 @@ def _draw_runs(dice: random.Random) -> list[tuple]:
     while True:
         runs, tokens = [], {"loss": [], "step": []}
         for i, (optimizer, recompute) in enumerate(product(RUN_OPTIMIZERS, ("none", "full"))):
-            shape, seq, batch, truth = _draw_run(dice, optimizer, recompute, at=("loss", "step")[(i + i // 2) % 2])
-            runs.append((shape, optimizer, seq, batch, recompute, truth))
+            loss, at = (
+                tuple(RUN_LOSSES)[(i + i // 4) % 2],
+                ("loss", "step")[(i + i // 2) % 2],
+            )  # both losses at both instants
+            shape, seq, batch, truth = _draw_run(dice, optimizer, recompute, loss, at)
+            runs.append((shape, optimizer, seq, batch, recompute, loss, truth))
             tokens[truth["at"]].append(seq * batch)
         if min(tokens["loss"]) < max(tokens["step"]):
             return runs
 
 
-def _draw_run(dice: random.Random, optimizer: str, recompute: str, at: str) -> tuple[dict, int, int, dict]:
-    """Draw a run whose peak is at that instant, and in AdamW's step also if its roots are forgotten."""
+def _draw_run(dice: random.Random, optimizer: str, recompute: str, loss: str, at: str) -> tuple[dict, int, int, dict]:
+    """Draw a run whose peak is at that instant, whoever's loss it is, and in AdamW's step also if its roots are forgotten."""
     margin = 1.35 if at == "step" and optimizer == "adamw" else 1.1
     while True:
         kv_heads, group, head_dim = dice.choice((2, 4, 8)), dice.choice((2, 4, 8)), dice.choice((64, 128))
@@ -325,13 +331,14 @@ def _draw_run(dice: random.Random, optimizer: str, recompute: str, at: str) -> t
             "vocab": dice.randrange(30_000, 260_000), "tied": dice.choice((True, False)),
         }  # fmt: skip
         seq, batch = dice.choice((512, 1024, 2048, 4096, 8192)), dice.choice((2, 3, 5, 8))
-        truth = true_run(shape, optimizer, seq, batch, recompute)
-        other = truth["step"] + truth["last"] if at == "loss" else truth["loss"]
-        if truth["at"] == at and truth["peak"] > margin * other and hidden != kv_heads * group * head_dim:
+        least, most = (true_run(shape, optimizer, seq, batch, recompute, of) for of in ("megatron", "eager"))
+        truth = most if loss == "eager" else least
+        other = truth["step"] + truth["last"] if at == "loss" else most["loss"]
+        if truth["at"] == at and least[at] > margin * other and hidden != kv_heads * group * head_dim:
             return shape, seq, batch, truth
 
 
-def true_run(shape: Mapping, optimizer: str, seq: int, batch: int, recompute: str) -> dict:
+def true_run(shape: Mapping, optimizer: str, seq: int, batch: int, recompute: str, loss: str) -> dict:
     """Return the bytes of a run by term, and the two instants of which the larger is the peak."""
     config = ModelConfig(
         name="drawn", num_layers=shape["layers"], hidden=shape["hidden"], num_heads=shape["heads"],
@@ -343,7 +350,9 @@ def true_run(shape: Mapping, optimizer: str, seq: int, batch: int, recompute: st
     found = {"parameters": n, "weights": 2 * n, "gradients": 2 * n, "optimizer": (4 + moments) * n}
     found |= {"activations": shape["layers"] * sum(block.values()), "logits": 4 * seq * batch * shape["vocab"]}
     states = found["weights"] + found["optimizer"]
-    found["loss"] = states + found["activations"] + found["logits"] * 3 // 2 + 4 * seq * batch * shape["hidden"]
+    found["loss"] = (
+        states + found["activations"] + seq * batch * (RUN_LOSSES[loss] * shape["vocab"] + 4 * shape["hidden"])
+    )
     found["step"] = states + (4 + roots) * n
     # Where no roots come after it, the conversion to fp32 is the peak: the last gradient is there in both.
     found["last"] = 0 if roots else 2 * shape["vocab"] * shape["hidden"]
@@ -368,7 +377,7 @@ def _terms_of(answer: Callable[..., object], shape: Mapping, *case: object) -> M
 
 
 def _judge_run(
-    given: Mapping, truth: Mapping, shape: Mapping, optimizer: str, s: int, b: int, recompute: str, case: str
+    given: Mapping, truth: Mapping, shape: Mapping, optimizer: str, s: int, b: int, recompute: str, loss: str, case: str
 ) -> None:
     tokens, layers, h, vocab, f = s * b, shape["layers"], shape["hidden"], shape["vocab"], shape["ffn"]
     q, k = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
@@ -422,7 +431,7 @@ def _judge_run(
         ],
         "logits": [
             ("The loss keeps logits in fp32, 4 bytes each", 2 * tokens * vocab),
-            ("The gradient of the logits belongs to the peak, not to what the loss keeps", 6 * tokens * vocab),
+            *(("The gradient of the logits belongs to the peak, not to what the loss keeps", of * tokens * vocab) for of in (6, 12)),
             ("Every token has logits, of all sequences of the micro-batch", 4 * s * vocab),
         ],
         "peak": [
@@ -431,11 +440,8 @@ def _judge_run(
             ("No instant holds all: gradients come while activations go",
              states + truth["gradients"] + truth["activations"]),
             ("The peak is the larger of two instants, and this is the smaller", min(truth["loss"], truth["step"])),
-            ("The gradient of the logits stands beside them, 2sbV in bf16", truth["loss"] - 2 * tokens * vocab),
-            ("The gradient of the logits is bf16, 2sbV", truth["loss"] + 2 * tokens * vocab),
-            ("Logits are held at the loss", truth["loss"] - 6 * tokens * vocab),
-            *((f"This check counts the loss as the papers do, 6sbV, and this is {of}sbV; eager PyTorch holds 12sbV there",
-               truth["loss"] + (of - 6) * tokens * vocab) for of in (10, 12)),
+            *((f"{sentence}: at the loss a logit has {RUN_LOSSES[loss]} bytes here, and this is {of}",
+               truth["loss"] + (of - RUN_LOSSES[loss]) * tokens * vocab) for sentence, of in _LOGITS),
             ("The optimizer's state stays on the device at the loss too", truth["loss"] - truth["optimizer"]),
             ("No gradient of a weight exists yet at the loss", truth["loss"] + 2 * n),
             ("In the step fp32 gradients take the place of the bf16 ones", truth["step"] + 2 * n),
@@ -467,11 +473,21 @@ def _judge_run(
                 raise Wrong(f"{term}: {sentence} ({case}).")
         raise Wrong(
             f"{term}: this mistake is not one that the check knows. {shape}, {optimizer}, s={s}, b={b}, recompute "
-            f"{recompute} gives {float(value):,.0f}, and should give {right:,.0f}."
+            f"{recompute}, {loss} loss gives {float(value):,.0f}, and should give {right:,.0f}."
         )
     said = str(given["at"]).lower()
     if truth["at"] not in said or all(word in said for word in ("loss", "step")):
         raise Wrong(f"at: say 'loss' or 'step', where the peak is; here it is not {given['at']!r} ({case}).")
+
+
+_LOGITS = [
+    ("Logits are held at the loss", 0),
+    ("The gradient of the logits stands beside what the loss keeps", 4),
+    ("It matters whose loss it is", 6),
+    ("It matters whose loss it is", 12),
+    *(("Eager PyTorch has log-probabilities and two gradients, all in fp32, and Megatron probabilities in fp32 and a gradient "
+       "in bf16", of) for of in (2, 8, 10, 14, 16)),
+]  # fmt: skip
 
 
 def _llama(tokens: int, h: float, q: float, k: float, f: float) -> float:

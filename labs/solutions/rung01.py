@@ -49,7 +49,7 @@ def block_activations(seq, batch, hidden, heads, attention, recompute):
     )  # softmax output, dropout mask, dropout output
 
 
-def run_memory(shape, optimizer, seq, batch, recompute):
+def run_memory(shape, optimizer, seq, batch, recompute, loss):
     """Count parameters, then terms, then what is held at the loss and in the optimizer's step."""
     layers, h, f, vocab = (
         shape[name] for name in ("layers", "hidden", "ffn", "vocab")
@@ -83,9 +83,9 @@ def run_memory(shape, optimizer, seq, batch, recompute):
         "logits": 4 * tokens * vocab,
     }
     always = terms["weights"] + terms["optimizer"]
-    at_loss = (
-        always + terms["activations"] + terms["logits"] + 2 * tokens * vocab
-    )  # and their gradient, in bf16
+    # Eager PyTorch: log-probabilities and two gradients in fp32. Megatron: probabilities, and a bf16 gradient.
+    a_logit = {"eager": 4 + 4 + 4, "megatron": 4 + 2}[loss]
+    at_loss = always + terms["activations"] + a_logit * tokens * vocab
     in_step = always + (4 + roots) * n  # gradients in fp32 by now
     return terms | {
         "peak": max(at_loss, in_step),

@@ -80,7 +80,7 @@ def _why(job: Job) -> dict[str, object]:
     block = layer_activations(job.config, batch=job.micro_batch, seq=job.seq, implementation="paper")
     flops = 6 * job.params * job.tokens
     return {
-        "N": job.params, "w": 2, "g": 2, "K": 12, "r": 4, "j": 12, "n": job.ranks, "phi": 0.01, "D": job.tokens,
+        "N": job.params, "w": 2, "g": 2, "K": 12, "r": 4, "c": 6, "j": 12, "n": job.ranks, "phi": 0.01, "D": job.tokens,
         "C": flops, "capacity": job.gpu.memory_bytes, "peak": job.gpu.peak(), "MFU": 0.4, "M_block": sum(block.values()),
     }  # fmt: skip
 
