@@ -53,7 +53,7 @@ ON_TWO: dict[str, dict] = {
     "nested, clip": {"wrap": lambda name, module: name in ("blocks.1", "blocks.1.mlp", "blocks.2"), "clip": True},
     "zero-2": {"reshard_after_forward": False},
     "all, prefetch": {"root_reshard": True, "prefetch": 2},
-    "recompute, accumulate": {"recompute": True, "micro_batches": 2},
+    "recompute, accumulate": {"recompute": True, "micro_batches": 2, "keep": ("blocks.2",)},
     "no_sync": {"micro_batches": 2, "sync_every": False},
     "keep gathered": {"micro_batches": 2, "sync_every": False, "keep_gathered": True},
 }
@@ -276,6 +276,7 @@ def reductions() -> dict[str, object]:
     for name, (reduced, dtype) in stored.items():
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
         model, report = shard(build(1).to(dtype), precision=policy)
+        assert {p.dtype for p in model.parameters()} == {dtype}, "shards keep the dtype that the parameters had"
         with record_comms() as log:
             model.loss(tokens).backward()
         values = traffic_of(report).bytes["reduce_scatter"] // report.reduce_bytes
@@ -367,6 +368,7 @@ def refusals() -> None:
         ({"reshard_after_forward": 2}, "reshard_after_forward=2 must divide shards=2"),
         ({"precision": "fp8"}, "precision='fp8' is unknown; use fp32, bf16, fp16"),
         ({"prefetch": 0}, "prefetch=0 must be at least 1"),
+        ({"keep": ("head",)}, "'head' is no unit; use blocks.0"),
         ({"wrap": "none", "recompute": True}, "wrap='none' has no units"),
         ({"compile_blocks": "nvcc"}, "compile_blocks='nvcc' is no backend"),
         ({"wrap": "layers"}, "wrap='layers' is unknown"),

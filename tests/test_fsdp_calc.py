@@ -180,7 +180,8 @@ def test_gathered_bytes_are_the_calculator_s(options: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "kept"), [("none", False), ("block", False), ("block", True), ("linear", True), ("ends", True)]
+    ("wrap", "kept"),
+    [("none", False), ("block", False), ("block", True), ("linear", True), ("ends", True), ("ends, head", False)],
 )
 def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
     """A vocabulary larger than a block, reduced in twice the bytes of a weight: the peak is in backward."""
@@ -195,7 +196,8 @@ def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
         batch=1,
         seq=4,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        wrap=ends if wrap == "ends" else wrap,
+        wrap=ends if "ends" in wrap else wrap,
+        keep=("head",) if "head" in wrap else (),
         precision="bf16",
         reshard_after_forward=not kept,
     )

@@ -131,7 +131,7 @@ def fsdp_traffic(
                 gather(unit, shards, "forward")
         gather_again(root, root_reshard)
         for unit in reversed(others):
-            gather_again(unit, reshard)
+            gather_again(unit, not unit.kept and reshard)
             if reduces:
                 reduce(unit)
         if reduces:
@@ -141,7 +141,7 @@ def fsdp_traffic(
 
 @dataclass(frozen=True, kw_only=True)
 class TimedUnit:
-    """A unit, its bytes, and the seconds of each of its operations."""
+    """A unit, its bytes, the seconds of each of its operations, and whether it stays gathered after forward anyhow."""
 
     name: str
     bytes: int
@@ -149,6 +149,7 @@ class TimedUnit:
     scatter: float
     forward: float
     backward: float
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def fsdp_step(
     for place, (unit, kind) in enumerate(order):
         following = order[place + 1][0] if place + 1 < len(order) else None
         clock.run(unit, kind, following if prefetch else None)
-        if kind == "forward" and (root_reshard if unit is root else reshard):
+        if kind == "forward" and not unit.kept and (root_reshard if unit is root else reshard):
             clock.free(unit)
         elif kind == "backward" and unit is not root:
             clock.free(unit)

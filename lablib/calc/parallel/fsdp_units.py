@@ -41,12 +41,14 @@ class Unit:
         frozen: Shapes of the others: gathered, and never reduced.
         after: Of the root, for each of `shapes`, how many other units run before it is used: 0 for an embedding. Its
             gradient comes when the backward of all later units has ended. Without it, all come first.
+        kept: Whether it stays gathered after forward, whatever `reshard` says.
     """
 
     name: str
     shapes: tuple[Shape, ...] = ()
     frozen: tuple[Shape, ...] = ()
     after: tuple[int, ...] = ()
+    kept: bool = False
 
     @property
     def params(self) -> int:
@@ -156,7 +158,7 @@ def gathered_timeline(
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch={prefetch} must not be negative")
     sizes = [param_bytes * padded(unit.shapes + unit.frozen, shards) for unit in listed]
-    kept = [root_reshard, *[reshard] * (len(listed) - 1)]
+    kept = [root_reshard, *[not unit.kept and reshard for unit in listed[1:]]]
     walk = _Walk(listed, sizes, kept, shards > 1, prefetch)
     walk.frees_early = torch_facts(torch).fsdp2_frees_buffer_before_copy
     walk.last = scatter_buffers

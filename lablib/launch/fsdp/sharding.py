@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -106,7 +106,8 @@ class ShardReport:
         facts = {
             "mesh": self.mesh,
             "precision": self.precision,
-            "after forward": f"units {_kept(self.reshard)}, root {_kept(self.root_reshard)}",
+            "after forward": f"units {_kept(self.reshard)}, root {_kept(self.root_reshard)}"
+            + "".join(f", {unit.name} kept" for unit in self.units if unit.kept),
             "prefetch": "FSDP2's own" if self.prefetch is None else f"{self.prefetch} ahead",
             "order": " -> ".join(self.order),
             "gathered": f"at most {format_bytes(self.peak_unsharded_bytes(), 'MB')} at a time, "
@@ -145,6 +146,7 @@ def shard(
     precision: str | MixedPrecisionPolicy = "fp32",
     reshard_after_forward: bool | int = True,
     root_reshard: bool | int | None = None,
+    keep: Sequence[str] = (),
     prefetch: int | None = None,
     offload: bool = False,
     compile_blocks: bool | str = False,
@@ -163,6 +165,7 @@ def shard(
         reshard_after_forward: Of the units: True frees them after forward (ZeRO-3), False keeps them until
             backward (ZeRO-2), a number keeps 1/number of them on each rank, for a cheaper gather in backward.
         root_reshard: The same for the root; None is False, as backward starts with it.
+        keep: Names of units that stay gathered until backward, such as the head: it is first there.
         prefetch: Units to gather ahead, explicitly, in forward and backward. None leaves it to FSDP2, which
             gathers one ahead in backward.
         offload: Keep the shards in CPU memory; needs an accelerator.
@@ -181,7 +184,11 @@ def shard(
     backend = compiler(compile_blocks, device)
     check_options(model, wrap, offload, device, prefetch, backend, recompute)
     chosen = wrap_units(model, wrap)
-    units, ties = calc_units(model, wrap), tied_parameters(model)
+    units, ties = [replace(unit, kept=unit.name in keep) for unit in calc_units(model, wrap)], tied_parameters(model)
+    if strange := set(keep) - {name for name, _ in chosen}:
+        raise ValueError(
+            f"keep={tuple(keep)}: {strange.pop()!r} is no unit; use {', '.join(name for name, _ in chosen)}"
+        )
     check_parameters(model)
     dtype = next(model.parameters()).dtype
     notes = [f"tied: {' = '.join(names)}" for names in ties]
@@ -196,8 +203,8 @@ def shard(
             module.forward = torch.compile(module.forward, backend=backend)
     place = CPUOffloadPolicy() if offload else OffloadPolicy()
     options = {"mesh": device_mesh, "mp_policy": policy, "offload_policy": place}
-    for _, module in chosen:
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+    for name, module in chosen:
+        fully_shard(module, reshard_after_forward=name not in keep and reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=root_reshard, **options)
     if prefetch:
         _prefetch(model, [unit.name for unit in units[1:]], prefetch)
