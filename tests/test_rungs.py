@@ -53,6 +53,15 @@ def test_a_run_by_hand_is_the_timeline_of_the_calculator(optimizer, recompute):
     assert truth["step"] == last.total - (last.term("gradients") if truth["step"] != last.total else 0)
 
 
+@pytest.mark.parametrize(("loss", "implementation"), [("eager", "hf"), ("megatron", "megatron")])
+def test_a_logit_at_the_loss_is_the_timeline_s(loss, implementation):
+    config = preset("llama-3.2-1b")
+    held = memory_timeline(config, implementation=implementation, seq=4096).instant("backward of the loss")
+    assert (
+        held.term("activations.logits") + held.term("logits_gradients") == rung01.RUN_LOSSES[loss] * 4096 * config.vocab
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "weights", "gradients", "master"),
     [

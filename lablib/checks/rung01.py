@@ -308,10 +308,8 @@ def _draw_runs(dice: random.Random) -> list[tuple]:
     while True:
         runs, tokens = [], {"loss": [], "step": []}
         for i, (optimizer, recompute) in enumerate(product(RUN_OPTIMIZERS, ("none", "full"))):
-            loss, at = (
-                tuple(RUN_LOSSES)[(i + i // 4) % 2],
-                ("loss", "step")[(i + i // 2) % 2],
-            )  # both losses at both instants
+            at = ("loss", "step")[(i + i // 2) % 2]
+            loss = ("eager", "megatron")[(i + i // 4) % 2]  # both at both instants
             shape, seq, batch, truth = _draw_run(dice, optimizer, recompute, loss, at)
             runs.append((shape, optimizer, seq, batch, recompute, loss, truth))
             tokens[truth["at"]].append(seq * batch)
