@@ -329,7 +329,7 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations,
 SENTENCES = {
     "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
-    "run_always_eager": "whose loss it is", "run_always_megatron": "whose loss it is: at the loss a logit has 12",
+    "run_always_eager": "whose loss it is", "run_always_megatron": "at the loss a logit has 12",
     "run_with_logits_in_both_dtypes": "two gradients, all in fp32", "run_without_the_gradient_of_logits": "stands beside what",
     "without_the_idea_of_instants": "No instant holds all", "without_the_idea_a_rule_of_thumb": "at: say",
     "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
