@@ -91,6 +91,19 @@ class ring_all_reduce:
                 elif gets:
                     chunks[chunk].copy_(landing)
 
+    def each_chunk_in_two_messages(row, rank, ranks, exchange):
+        for half in row.tensor_split(2):
+            _ring(half, rank, ranks, exchange)
+
+    def uncut_along_a_chain(row, rank, ranks, exchange):
+        """Steps and bytes of a ring, all in all: the sums grow along the ranks, and come round again."""
+        for step in range(2 * (ranks - 1)):
+            sends, gets = rank == step % ranks, rank == (step + 1) % ranks
+            landing = torch.empty_like(row if gets else row[:0])
+            exchange(row if sends else row[:0], (rank + 1) % ranks, landing, (rank - 1) % ranks)
+            if gets:
+                row.copy_(row + landing if step < ranks - 1 else landing)
+
     def right(row, rank, ranks, exchange):
         """Second solution: the ring the other way round, recursive, on a flat row with its own borders."""
         borders = [chunk * row.numel() // ranks for chunk in range(ranks + 1)]
@@ -224,6 +237,14 @@ class choose_algorithm:
         _choose, lambda right, bandwidth: right | {"crossover": right["crossover"] / bandwidth}
     )
 
+    def larger_term_alone(size, ranks, bandwidth, latency):
+        passes, levels = 2 * (ranks - 1) / ranks, math.ceil(math.log2(ranks))
+        ring = max(2 * (ranks - 1) * latency, passes * size / bandwidth)
+        return _choose(size, ranks, bandwidth, latency) | {
+            "ring": ring,
+            "tree": 2 * levels * max(latency, size / bandwidth),
+        }
+
     def crossover_below_zero(size, ranks, bandwidth, latency):
         """Where the ring always wins, the two lines cross left of zero."""
         levels, passes = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
@@ -327,6 +348,13 @@ class place:
     largest_payload_inside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
     largest_payload_outside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
     counts_what_stays_inside = _counting(crossing=False)
+
+    def turns_the_order_round(axes, ranks_per_host):
+        """Tries each axis innermost, and leaves the others in the order that they have."""
+        turned = [tuple(axes)[k:] + tuple(axes)[:k] for k in range(len(axes))]
+        return _best(
+            axes, ranks_per_host, choose=lambda _: min(turned, key=lambda o: _leaving(o, axes, ranks_per_host))
+        )
 
     def stages_send_one_way(axes, ranks_per_host):
         orders = list(itertools.permutations(axes))
@@ -457,5 +485,7 @@ SENTENCES = {
     "best_in_a_list": "the word 'ring' or 'tree'", "counts_what_arrives": "only what leaves is asked",
     "n_of_all_ranks": "not the number of all ranks", "stages_in_a_ring": "but the first and the last stage have one",
     "what_one_rank_sends": "but this is what one rank sends", "names_in_a_set": "A set has no order",
+    "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "uncut from rank to rank",
+    "larger_term_alone": "takes its latency and then", "turns_the_order_round": "count the bytes of every order",
     "outermost_first": "comes first", "bytes_before_the_order": "The order of the axes comes first",
 }  # fmt: skip

@@ -200,8 +200,11 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
          "chunks be one element shorter, as tensor_split does", most > right and set(lengths) == {max(sizes)} != set(sizes)),
         (f"The sums are right, but the ranks send {most} elements where {right} do: only a chunk leaves in a step, never the "
          "whole array", most > right),
-        (f"The sums are right, but rank 0 takes {len(sent[0])} steps and 2(n-1) = {enough} do: all chunks travel at the same "
-         "time", any(len(mine) != enough for mine in sent)),
+        (f"The sums are right, but rank 0 takes {len(sent[0])} steps and 2(n-1) = {enough} do: "
+         + ("one message carries a chunk, and a second one costs α again" if all(lengths) else "all chunks travel at the same time"),
+         any(len(mine) != enough for mine in sent)),
+        ("The sums are right, but the array travels uncut from rank to rank, while the others wait: cut it into chunks that "
+         "travel at the same time", longest == numel > max(sizes)),
         (f"A chunk of {longest} elements travels where {max(sizes)} do: in every step all ranks wait for the longest chunk, so "
          "cut as evenly as can be", ranks > 1 and longest > max(sizes)),
     )  # fmt: skip
@@ -281,8 +284,8 @@ def _explain_time(
     real, lower = 2 * math.log2(ranks), 2 * math.floor(math.log2(ranks))
     each, cut = "Each round waits for the one before it, so their latencies add up", "A tree does not cut the array"
     slips = [  # with the rounds and the passes that are counted
-        ("The latencies are missing: every round waits for one", 0, passes),
-        ("The bytes are missing: every round also takes its bytes over W", rounds, 0),
+        ("The latencies are missing: every round waits for one, and its bytes come on top", 0, passes),
+        ("The bytes are missing: every round takes its latency and then its bytes over W", rounds, 0),
         ("An all-reduce has two halves, and this is one of them", rounds / 2, passes / 2),
         (each, 2, passes),
         (each, 1, passes),
@@ -390,6 +393,8 @@ def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -
         ({"pp": (4, "stages", 70e6), "dp": (2, "all_reduce", 100e6)}, 4),
         ({"pp": (3, "stages", 10e6), "tp": (2, "all_reduce", 64e6)}, 2),
         ({"dp": (4, "all_reduce", 24e6), "pp": (2, "stages", 90e6)}, 4),
+        # Orders that turn the given one round and round miss the best of this one.
+        ({"tp": (2, "all_reduce", 10e6), "pp": (3, "stages", 60e6), "dp": (2, "all_reduce", 100e6)}, 4),
     ]
     while len(cases) < 30:
         axes = {
