@@ -124,6 +124,9 @@ class block_bytes:
         """Two mistakes at once."""
         return block_bytes.masks_of_two_bytes(*case) + block_bytes.v_forgotten(*case) - _block(*case)
 
+    def weights_counted(b, s, h, a, kv, f, gated, *flags):
+        return _block(b, s, h, a, kv, f, gated, *flags) + 2 * (2 * h * h + 2 * h * h * kv // a + (2 + gated) * h * f)
+
     heads_for_statistics_forgotten = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - 1) * case[8]
     counts_values_not_bytes = lambda *case: _block(*case) / 2
     shared_input_kept_three_times = lambda *case: _block(*case) + 4 * case[0] * case[1] * case[2]
@@ -445,6 +448,12 @@ class choose:
     )
     head_forgotten = _peak(lambda job, kind, n, forward, replay: max(forward - job.head, replay))
 
+    segments_before_forgotten = _peak(
+        lambda job, kind, n, forward, replay: max(
+            forward, min(n, job.layers) * job.block if kind == "every" else replay
+        )
+    )
+
     def one_block_of_a_segment(job):
         def one(kind, n, forward, replay):
             segments = -(-job.layers // max(n, 1))
@@ -502,6 +511,8 @@ SENTENCES = {
     "scores_before_softmax_kept_too": "its derivative needs its output, not qkᵀ",
     "output_of_fused_attention_twice": "Attention's output is the input of the output projection",
     "gelu_keeps_one_tensor": "the input of its activation and the input of the down projection",
+    "weights_counted": "Weights are there anyway",
+    "segments_before_forgotten": "the inputs of those before it are still kept",
     "the_formula_of_the_paper": "is a GPT block with dropout, plain attention and ffn = 4h",
     "the_paper_without_scores_where_fused": "is a GPT block with dropout, plain attention and ffn = 4h",
     "segments_of_the_square_root": "Segments cost the same FLOPs whatever their length",

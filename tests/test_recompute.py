@@ -16,8 +16,10 @@ from lablib.calc.flops import step_flops
 from lablib.calc.memory.activations import (
     best_segment,
     block_tensors,
+    cheapest_first,
     chen_cost,
     differences,
+    every_strategy,
     first_blocks,
     frontier,
     hiding_width,
@@ -178,14 +180,16 @@ def test_dropout_needs_its_random_state_back(way):
     assert dropout_error(way, preserve_rng_state=False) > 0.1
 
 
-def test_a_function_that_changes_is_noticed_by_shapes_alone():
+def test_a_function_that_changes_is_noticed_by_numbers_and_shapes_alone():
     assert "different metadata" in changed_function("torch").error
+    assert "different number of tensors" in changed_function("torch", "fewer").error
+    assert changed_function("torch", "output").error == ""
     for way in WAYS:
-        silent = changed_function(way, shape_changes=False)
-        assert silent.error == ""
-        assert silent.gradient_error > 0.01
+        assert changed_function(way, "value").gradient_error > 0.01
     for way in ("torch-reentrant", "toy"):
         assert changed_function(way).error == ""
+        assert changed_function(way, "fewer").gradient_error > 0.01
+        assert "Mismatch in shape" in changed_function(way, "output").error
 
 
 def test_backward_in_two_parts():
@@ -310,14 +314,13 @@ def test_every_preset_is_listed_or_says_why_not():
 
 def test_plans_cover_every_block_once():
     for layers in (1, 2, 3, 7, 12, 13):
-        names = ["none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload"]
-        names += [f"{kind}:{k}" for kind in ("every", "first", "one-in") for k in range(1, layers + 1)]
-        for name in names:
+        for name in every_strategy(layers):
             units = recompute_units(name, layers)
             assert [unit.first + i for unit in units for i in range(unit.length)] == list(range(layers))
     assert [unit.length for unit in recompute_units("every:3", 7)] == [3, 3, 1]
     assert [unit.name for unit in recompute_units("every:3", 7)][1:] == ["blocks 3 to 5", "block 6"]
     assert [unit.kind for unit in recompute_units("first:2", 3)] == ["full", "full", "none"]
+    assert [unit.kind for unit in recompute_units("first:2+matmuls", 3)] == ["full", "full", "matmuls"]
     assert [unit.kind for unit in recompute_units("one-in:2", 3)] == ["full", "none", "full"]
 
 
@@ -420,6 +423,23 @@ def test_the_frontier_names_what_is_beaten():
     assert any(not p.dominated_by for p in points.values())
 
 
+@pytest.mark.parametrize(
+    ("batch", "seq", "room", "name"),
+    [(2, 8192, 62.5e9, "matmuls"), (1, 32768, 62.5e9, "first:21+matmuls"), (1, 8192, 5.1e9, "every:3")],
+)
+def test_the_first_that_fits_is_the_cheapest_of_all(batch, seq, room, name):
+    config, rate = preset("llama-3-8b"), 400e12
+    size = {"batch": batch, "seq": seq, "attention": "fused", "bandwidth": 63e9}
+    costs = [recompute_cost(config, name, **size) for name in every_strategy(32)]
+    taken = next(cost for cost in cheapest_first(costs, flops=rate) if cost.peak_bytes <= room)
+    seconds = {c.strategy: c.extra_flops / rate + 2 * c.host_bytes / 63e9 for c in costs if c.peak_bytes <= room}
+    assert taken.strategy == name
+    assert seconds[name] == min(seconds.values())
+    assert cheapest_first(reversed(costs), flops=rate)[0].strategy == "none"
+    with pytest.raises(ValueError, match="give recompute_cost a bandwidth"):
+        recompute_cost(config, "offload", batch=1, seq=8, attention="fused").seconds(rate)
+
+
 def test_the_largest_batch_fits_and_the_next_does_not():
     config = preset("llama-3-8b")
     for strategy in STRATEGIES:
@@ -459,6 +479,7 @@ def test_the_width_that_hides_is_where_moving_takes_as_long_as_computing():
         ("every:0", "needs a number"),
         ("first:5", "from 1 to the 4 layers"),
         ("full:2", "'full:2' is not known"),
+        ("every:2+matmuls", "only first:NUMBER takes a rest"),
     ],
 )
 def test_unknown_strategies_are_named(strategy, words):

@@ -30,13 +30,14 @@ STRATEGIES = (
     "every:2",
     "sqrt",
     "first:2",
+    "first:1+matmuls",
     "one-in:2",
     "offload",
     "full+offload",
 )
 #: What these keep of a block is what "none", "full" or "offload" keeps, whatever the block is: they only choose the
 #: blocks. Two kinds of block are enough for them.
-CHOOSE_BLOCKS = {"every:2", "sqrt", "first:2", "one-in:2", "full+offload"}
+CHOOSE_BLOCKS = {"every:2", "sqrt", "first:2", "first:1+matmuls", "one-in:2", "full+offload"}
 
 
 def drawn(dice: random.Random, family: str, attention: str, dropout: float, dtype: torch.dtype) -> Transformer:

@@ -60,6 +60,7 @@ class _Sizes:
             dropout * self.plain * self.pairs,
         )  # both of the stream, of the scores
         self.statistics = 4 * self.tokens * heads
+        self.weights = 4 * hidden * (hidden + hidden // heads * kv_heads) + 2 * (2 + gated) * hidden * ffn
 
 
 def _bytes(*case: Any) -> int:
@@ -123,6 +124,7 @@ _BLOCK_SLIPS: list[Slip] = [
            *(lambda z, n=n: n * z.stream for n in (1, 3, 4))),
     *_offs("The paper leaves out the statistics of norms",
            lambda z: (8 if z.gated else 16) * z.tokens, lambda z: 16 * z.tokens, lambda z: 8 * z.tokens),
+    *_offs("Weights are there anyway, and are no activations", lambda z: z.weights),
 ]  # fmt: skip
 
 
@@ -589,6 +591,7 @@ _CHOICE_SLIPS: list[Slip] = [
     *_rows("The blocks that run again keep their inputs",
            _peak(first=lambda job, n: max((job.layers - n) * job.block + job.head, job.block),
                  every=lambda job, n: max(job.head, n * job.block))),
+    *_rows("While a segment is replayed, the inputs of those before it are still kept", _replay(lambda job, n: n * job.block)),
     *_rows("When a block comes back, the blocks behind it are gone already",
            _peak(first=lambda job, n: _forward(job, f"first:{n}") + job.block - job.boundary)),
     *_rows("The segment that comes back starts from its input, which is counted already",

@@ -148,8 +148,8 @@ def apply_strategy(
         run_again = partial(torch_checkpoint, preserve_rng_state=preserve_rng_state, **how)
     else:
         raise ValueError(f"implementation={implementation!r} must be one of 'torch', 'torch-reentrant', 'toy'")
-    if implementation != "torch" and strategy == "matmuls":
-        raise ValueError(f"strategy='matmuls' needs implementation='torch', not {implementation!r}: it has policies")
+    if implementation != "torch" and any(unit.kind == "matmuls" for unit in units):
+        raise ValueError(f"strategy={strategy!r} needs implementation='torch', not {implementation!r}: it has policies")
     if any("forward" in vars(block) or isinstance(block.attention.core, partial) for block in model.blocks):
         raise ValueError("a strategy is on already; remove it first")
     applied = AppliedStrategy(units)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.calc.memory.activations import SavedTensor
@@ -212,24 +211,29 @@ class Outcome:
     gradient_error: float | None  # how far gradients are from those without recomputation; None after an error
 
 
-def changed_function(implementation: str = "torch", *, shape_changes: bool = True) -> Outcome:
+def changed_function(implementation: str = "torch", change: str = "shape") -> Outcome:
     """Run a function that does something else the second time, and say what came of it.
 
-    PyTorch's way without reentrance compares shapes, dtypes and devices of what the replay keeps with what forward
-    kept, and raises CheckpointError. What keeps its shape slips through, and reentrant ways compare nothing:
-    gradients are wrong without a word.
+    PyTorch's way without reentrance compares how many tensors the replay keeps, and their shapes, dtypes and devices,
+    with forward's, and raises CheckpointError. Reentrant ways compare the output's shape alone. What slips through may
+    have wrong gradients, without a word.
+
+    Args:
+        change: "shape" of what is inside, "fewer" tensors inside, "value", or shape of the "output".
     """
     layer, x = _layer()
-
-    def changed(x: Tensor) -> Tensor:
-        return layer(torch.cat((x, x)))[:ROWS] if shape_changes else layer(2 * x)
-
+    changed = {
+        "shape": lambda x: layer(torch.cat((x, x)))[:ROWS],
+        "fewer": lambda x: layer[0](x)[:, :WIDTH],
+        "value": lambda x: layer(2 * x),
+        "output": lambda x: layer(x)[1:],
+    }[change]
     fickle = _Counted(layer, changed)
     layer(x).sum().backward()
     right, x.grad = x.grad, None
     try:
         _way(implementation)(fickle, x).sum().backward()
-    except CheckpointError as error:
+    except RuntimeError as error:  # CheckpointError is one
         return Outcome(str(error).splitlines()[0], fickle.runs - 1, None)
     return Outcome("", fickle.runs - 1, (x.grad - right).abs().max().item())
 

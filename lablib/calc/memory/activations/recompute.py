@@ -9,6 +9,7 @@
 | every:k | the input of every k-th block; k blocks run again at once | Megatron `uniform`, k layers |
 | sqrt | every:k with k about the root of the number of blocks | Chen et al. 2016 (arXiv 1604.06174) |
 | first:n | full in the first n blocks, everything in the rest | Megatron `block`, n layers |
+| first:n+matmuls | full in the first n blocks, matmuls in the rest; so with +selective | |
 | one-in:k | full in every k-th block, everything in the rest | |
 | offload | everything, in the host's memory | `torch.autograd.graph.save_on_cpu` |
 | full+offload | the input of every block, in the host's memory | both together |
@@ -41,6 +42,7 @@ FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt
 
 STRATEGIES = ("none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload")
 WITH_NUMBER = ("every", "first", "one-in")
+RESTS = ("", "+selective", "+matmuls")  # what "first:n" may do to the rest
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
     """Return the units of a strategy, from the first block to the last; a last segment may be shorter.
 
     Args:
-        strategy: One of the table above; "every:3", "first:2" and "one-in:2" carry their number.
+        strategy: One of the table above; "every:3", "first:2+matmuls" and "one-in:2" carry their number.
 
     Raises:
         ValueError: If the strategy is unknown, or its number is missing, not positive or more than L.
@@ -83,13 +85,25 @@ def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
         if strategy == "sqrt":
             return segments(sqrt_segment(num_layers), num_layers)
         return [RecomputeUnit(block, 1, strategy) for block in range(num_layers)]
+    number, plus, rest = number.partition("+")
+    if plus and (name != "first" or plus + rest not in RESTS):
+        raise ValueError(
+            f"strategy={strategy!r} is not known: only first:NUMBER takes a rest, {' or '.join(RESTS[1:])}"
+        )
     if not (number.isdecimal() and 1 <= int(number) <= num_layers):
         raise ValueError(f"strategy={strategy!r} needs a number from 1 to the {num_layers} layers: {name}:2")
     k = int(number)
     if name == "every":
         return segments(k, num_layers)
     again = {block for block in range(num_layers) if (block < k if name == "first" else block % k == 0)}
-    return [RecomputeUnit(block, 1, "full" if block in again else "none") for block in range(num_layers)]
+    return [RecomputeUnit(block, 1, "full" if block in again else rest or "none") for block in range(num_layers)]
+
+
+def every_strategy(num_layers: int) -> list[str]:
+    """Return all strategies of the table above, with every number that a model of so many layers allows."""
+    numbers = range(1, num_layers + 1)
+    first = [f"first:{n}{rest}" for n in numbers[:-1] for rest in RESTS]
+    return [*STRATEGIES, *first, *(f"{name}:{k}" for name in ("every", "one-in") for k in numbers)]
 
 
 def segments(k: int, num_layers: int) -> list[RecomputeUnit]:
@@ -153,6 +167,11 @@ class RecomputeCost:
         return max(unit.transient for unit in self.units)
 
     @property
+    def replayed_bytes(self) -> int:
+        """Bytes that all units add, one after the other, while their backward runs."""
+        return sum(unit.transient for unit in self.units)
+
+    @property
     def instants(self) -> list[tuple[str, int]]:
         """Bytes kept at the end of forward and at each unit's backward, in the order of time."""
         found = [("end of forward", self.saved_bytes)]
@@ -196,6 +215,12 @@ class RecomputeCost:
     def host_seconds(self) -> float | None:
         """Time of both ways, one after the other, if nothing hides them; None without a bandwidth."""
         return None if self.bandwidth is None else 2 * self.host_bytes / self.bandwidth
+
+    def seconds(self, flops: float) -> float:
+        """Return the time that it adds to a step: FLOPs again, `flops` of them a second, and copies that nothing hides."""
+        if self.host_bytes and self.host_seconds is None:
+            raise ValueError(f"strategy={self.strategy!r} moves bytes to the host: give recompute_cost a bandwidth")
+        return self.extra_flops / flops + (self.host_seconds or 0)
 
 
 class _Blocks:
@@ -421,6 +446,22 @@ def frontier(
         )
         points.append(FrontierPoint(cost, nothing - cost.peak_bytes, cost.extra_flops, next(better, "")))
     return points
+
+
+def cheapest_first(costs: Iterable[RecomputeCost], *, flops: float) -> list[RecomputeCost]:
+    """Return strategies from the cheapest on, without those that a cheaper one beats: the first that fits is the cheapest.
+
+    Cheap is what adds little time; of equals what brings back fewer bytes, then what peaks lower.
+
+    Args:
+        costs: Those of the strategies that may be taken, `every_strategy` for all, with a bandwidth to the host.
+        flops: FLOP/s that the device reaches.
+    """
+    found: list[RecomputeCost] = []
+    for cost in sorted(costs, key=lambda cost: (cost.seconds(flops), cost.replayed_bytes, cost.peak_bytes)):
+        if not found or cost.peak_bytes < found[-1].peak_bytes:
+            found.append(cost)
+    return found
 
 
 def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
