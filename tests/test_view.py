@@ -234,7 +234,6 @@ FIGURES = {
         {"texts": {"none", "a", "b", "c"}, "labels": {"saved", "paid"}},
     ),
     "segment_curves": (lambda: recompute.segment_curves([1, 2, 4], {"chain": [5, 4, 6]}, ylabel="tensors"), {"y": [[5, 4, 6], [4]], "x": [[1, 2, 4], [2]]}),
-    "step_times": (lambda: recompute.step_times({"none": [3, 1, 2], "full": [5, 4, 9]}, {"full": 6}), {"widths": [2, 5]}),
     "rank_timeline": (
         lambda: run.rank_timeline(_LANES, {"rank 0": "30%", "rank 1": "90%"}, header="computing"),
         {"widths": [3, 7, 9], "lefts": [0, 3, 0], "rows": ["rank 1", "rank 0"], "texts": {"computing", "30%", "90%"}},

@@ -168,22 +168,3 @@ def segment_curves(lengths: Sequence[int], peaks: Mapping[str, Sequence[float]],
     ax.minorticks_off()
     ax.set(xlabel="blocks in a segment", ylabel=ylabel)
     return with_legend(fig, 2)
-
-
-def step_times(milliseconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> Figure:
-    """Draw measured step times, every sample a dot and the median a bar, and the predicted time as a line."""
-    fig, ax = figure(height=1.2 + 0.36 * len(milliseconds))
-    for row, (name, samples) in enumerate(milliseconds.items()):
-        ordered = sorted(samples)
-        ax.barh(row, ordered[len(ordered) // 2], 0.6, color=COLORS["forward"], alpha=0.55)
-        ax.plot(samples, [row] * len(samples), "o", color=COLORS["backward"], markersize=4)
-        if name in predicted:
-            ax.plot([predicted[name]] * 2, [row - 0.36, row + 0.36], color=COLORS["activations"], linewidth=3)
-    name_rows(ax, milliseconds)
-    ax.set_xlabel("one step (ms)")
-    handles = [
-        Patch(color=COLORS["forward"], alpha=0.55, label="median"),
-        Line2D([], [], color=COLORS["backward"], marker="o", linestyle="", markersize=4, label="one step"),
-        Line2D([], [], color=COLORS["activations"], linewidth=3, label="from FLOPs alone"),
-    ]
-    return with_legend(fig, 3, handles=handles)
