@@ -2,11 +2,15 @@
 
 # ruff: noqa: E731
 
+import itertools
 from fractions import Fraction
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.checks.rung09 import best_choice
 from lablib.toys.recompute import checkpoint as course_checkpoint
@@ -312,53 +316,55 @@ class checkpoint:
     right = lambda block, x: _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
-class segment_peak:
-    end_of_forward_only = lambda layers, boundary, block, k: -(-layers // k) * boundary
-    one_block_at_a_time = lambda layers, boundary, block, k: (-(-layers // k) - 1) * boundary + block
-    input_counted_twice = lambda layers, boundary, block, k: -(-layers // k) * boundary + k * block
-    one_input_a_layer = lambda layers, boundary, block, k: (layers - 1) * boundary + k * block
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
-    def the_last_segment_only(layers, boundary, block, k):
-        """Takes the end of the model for the worst moment, where the last segment may be short."""
-        last = layers % k or k
-        return (-(-layers // k) - 1) * boundary + last * block
 
-    full_length_last_segment = lambda layers, boundary, block, k: (-(-layers // k) - 1) * boundary + k * block
+def _policy(saved=PRODUCTS, *, also=(), each=True, **how):
+    """Build an answer with one idea changed."""
+    counted = {}
 
-    def inner_inputs_counted_out(layers, boundary, block, k):
-        """Takes the inputs inside a segment for kept already, as the first one is."""
-        return max(
-            (i + 1) * boundary + min(k, layers - f) * (block - boundary) for i, f in enumerate(range(0, layers, k))
-        )
+    def answer(block, x):
+        def contexts():
+            asked = {} if each else counted
 
-    def waits_for_zero(layers, boundary, block, k):
-        """Takes segments away until nothing is left, and never is at nothing."""
-        left, kept = layers, 0
-        while left != 0:
-            kept, left = kept + boundary, left - k
-        return kept - boundary + k * block
+            def policy(ctx, function, *args, **kwargs):
+                asked[ctx.is_recompute] = asked.get(ctx.is_recompute, 0) + (function in saved)
+                odd = asked[ctx.is_recompute] % 2 and function in saved
+                keep = odd or function in also
+                return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    all_inputs_of_fractions = lambda layers, boundary, block, k: (layers / k - 1) * boundary + k * block
-    # A block keeps no less than its input, so the last whole segment is the worst.
-    right_2 = lambda layers, boundary, block, k: float((layers // k - 1) * boundary + k * block)
+            return create_selective_checkpoint_contexts(policy)
 
-    def right_3(layers, boundary, block, k):
-        """All moments at once."""
-        first = np.arange(0, layers, k)
-        return np.max(first // k * boundary + np.minimum(k, layers - first) * block)
+        return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts, **how)
 
-    earlier_inputs_forgotten = lambda layers, boundary, block, k: min(k, layers) * block
+    return answer
 
-    def right(layers, boundary, block, k):
-        """Second solution: a walk with a list of what is kept."""
-        kept = [boundary for first in range(layers) if first % k == 0]
-        first, most = (layers - 1) // k * k, sum(kept)
-        end = layers
-        while first >= 0:
-            most = max(most, sum(kept) - kept[-1] + sum(block for _ in range(first, end)))
-            kept.pop()
-            first, end = first - k, first
-        return most
+
+class every_second:
+    no_checkpoint = lambda block, x: block(x)
+    without_a_policy = lambda block, x: torch_checkpoint(block, x, use_reentrant=False)
+    all_products_saved = lambda block, x: torch_checkpoint(
+        block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, list(PRODUCTS))
+    )
+    one_count_for_all_blocks = _policy(each=False)
+    products_with_bias_forgotten = _policy(PRODUCTS[:1])
+    activations_saved_too = _policy(also=[torch.ops.aten.tanh.default])
+    other_masks = _policy(preserve_rng_state=False)
+    right = _policy()
+
+    def right_2(block, x):
+        """Counts with an iterator for each of the two runs."""
+
+        def contexts():
+            turns = [itertools.cycle((CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)) for _ in range(2)]
+
+            def policy(ctx, function, *_, **__):
+                again = CheckpointPolicy.MUST_RECOMPUTE
+                return next(turns[ctx.is_recompute]) if function in PRODUCTS else again
+
+            return create_selective_checkpoint_contexts(policy)
+
+        return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 def _moments(job, kind, n):
@@ -502,9 +508,16 @@ class choose:
         return MappingProxyType(dict(zip(("extra", "peak", "strategy"), min(found), strict=True))) if found else None
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(block_bytes, checkpoint, segment_peak, choose)
+DEFECTS, SECOND_SOLUTIONS = listed(block_bytes, checkpoint, every_second, choose)
 
 SENTENCES = {
+    "no_checkpoint": "Nothing runs again",
+    "without_a_policy": "save the outputs of the first, the third and the fifth",
+    "all_products_saved": "No product runs again",
+    "one_count_for_all_blocks": "begin to count anew in each block",
+    "products_with_bias_forgotten": "with bias (aten.addmm)",
+    "activations_saved_too": "More is kept",
+    "other_masks": "leave preserve_rng_state on",
     "v_forgotten": "Both products of attention need their factors",
     "k_and_v_forgotten": "Both products of attention need their factors",
     "a_mask_inside_of_fused_attention": "draws its dropout inside of the kernel",
@@ -526,13 +539,6 @@ SENTENCES = {
     "shared_input_kept_three_times": "Matrices that read the same tensor keep it once",
     "counts_values_not_bytes": "Values have 16 bits",
     "seeds_forward_and_replay": "save that state, and seed nothing",
-    "end_of_forward_only": "That is kept when forward ends",
-    "input_counted_twice": "is counted once",
-    "one_input_a_layer": "Only the inputs of segments are kept",
-    "inner_inputs_counted_out": "its own input included",
-    "earlier_inputs_forgotten": "the inputs of those before it are still kept",
-    "one_block_at_a_time": "The replay brings back all blocks of a segment",
-    "the_last_segment_only": "The last segment may be shorter",
     "without_the_idea_the_checks_own_list": "These are the check's own numbers",
     "without_the_idea_end_of_forward": "A replay brings bytes back",
     "without_the_idea_the_replay_alone": "A replay brings bytes back",

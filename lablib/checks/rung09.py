@@ -1,4 +1,4 @@
-"""The checks of rung 09: bytes that a block keeps, a checkpoint by hand, segments, and what to recompute when.
+"""The checks of rung 09: bytes that a block keeps, a checkpoint by hand, a policy, and what to recompute when.
 
 The last one draws its situations from real models, with budgets around every border between two choices.
 """
@@ -8,19 +8,24 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.calc.memory.activations import layer_activations, recompute_cost
 from lablib.calc.models import ModelConfig, preset
 from lablib.checks.judging import Slip, Wrong, by_name, check, close, compare, refuse, whole
 from lablib.launch.measure import LiveBytes
+from lablib.launch.torch_private import TorchDispatchMode
 
-__all__ = ["Job", "block_bytes", "checkpoint", "choose", "job_of", "segment_peak"]
+__all__ = ["Job", "block_bytes", "checkpoint", "choose", "every_second", "job_of"]
 
 
 # --- bytes of a block ---------------------------------------------------------------------------------------
@@ -174,15 +179,29 @@ class _Block(nn.Module):
         return x + self.down(self.dropout(torch.tanh(self.up(x))))
 
 
-def _step(run: Callable, dropout: float) -> dict:
+class _Products(TorchDispatchMode):
+    """Counts matrix products; a counter of FLOPs would track modules, and backward inside backward cannot have that."""
+
+    ALL = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += func in self.ALL
+        return func(*args, **(kwargs or {}))
+
+
+def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
     """Two blocks, a loss that weighs every output differently, one backward pass."""
     torch.manual_seed(0)
-    blocks = [_Block(dropout), _Block(dropout)]
+    blocks = [make(), make()]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     weigh = torch.randn(ROWS, WIDTH)
     inside = sum(8 * ROWS * WIDTH * 4 for _ in blocks)  # the wide middle, once a block
     torch.manual_seed(1)
-    with LiveBytes() as live:
+    with LiveBytes() as live, _Products() as products:
         y = x
         for block in blocks:
             y = run(block, y)
@@ -196,6 +215,7 @@ def _step(run: Callable, dropout: float) -> dict:
         "value": y.detach(),
         "functions": _functions(y),
         "kept": kept,
+        "products": products.count,
         "inside": inside,
         "runs": (forward_runs, [block.runs for block in blocks]),
         "input": x.grad,
@@ -258,7 +278,7 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
 def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
     for dropout in (0.0, 0.5):
-        got, right = _step(answer, dropout), _step(lambda block, x: block(x), dropout)
+        got, right = (_step(way, lambda: _Block(dropout)) for way in (answer, lambda block, x: block(x)))  # noqa: B023
         _judge_checkpoint(got, right, dropout)
     return "Same outputs, gradients and random numbers, and nothing kept from inside of a block."
 
@@ -299,65 +319,71 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
     )  # fmt: skip
 
 
-# --- segments -----------------------------------------------------------------------------------------------
+# --- a policy -----------------------------------------------------------------------------------------------
+
+PRODUCTS = 5  # of a block, an odd number: a count that runs on into the next block is off by one
 
 
-def _segment_peak(layers: int, boundary: int, block: int, k: int) -> int:
-    lengths = [min(k, layers - first) for first in range(0, layers, k)]
-    return max((i + 1) * boundary + length * block - boundary for i, length in enumerate(lengths))
+class _Chain(nn.Module):
+    """Products one after the other, with and without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 3 > 0) for i in range(PRODUCTS))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the chain adds."""
+        self.runs += 1
+        y = x
+        for layer in self.layers:
+            y = functional.dropout(torch.tanh(layer(y)), 0.5)
+        return x + y
+
+
+def _first_and_third(block: nn.Module, x: Tensor) -> Tensor:
+    def contexts() -> Any:
+        asked = Counter()
+
+        def policy(ctx: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            if function not in _Products.ALL:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            asked[ctx.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if asked[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@check(
+    idea="A policy is asked about every operator, save its output or compute it again, and may count what it is asked.",
+    section="A policy in PyTorch: outputs that are saved",
+    line="In a `context_fn`, make a policy that counts `aten.mm` and `aten.addmm`, forward's and a replay's apart, and answers "
+    "MUST_SAVE for odd counts; return create_selective_checkpoint_contexts(policy).",
+)
+def every_second(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
+    """Judge `every_second(block, x)` by bytes kept, products repeated and gradients, beside the block and the solution."""
+    got, whole, right = (_step(way, make=_Chain) for way in (answer, lambda block, x: block(x), _first_and_third))
+    again, asked = (found["products"] - whole["products"] for found in (got, right))
+    alike = _same(got["input"], whole["input"]) and all(map(_same, got["weights"], whole["weights"]))
+    refuse(
+        "",
+        ("Return what the block returns", not _same(got["value"], whole["value"])),
+        ("Nothing runs again: call torch.utils.checkpoint.checkpoint, with use_reentrant=False", got["runs"][1] == [1, 1]),
+        ("No product runs again; every second one should", again <= 0),
+        (f"{again} products run again in two blocks, not {asked}: save the outputs of the first, the third and the fifth, with "
+         "bias (aten.addmm) and without (aten.mm), and begin to count anew in each block", again > asked),
+        ("More is kept than inputs and the products' outputs: all other operators run again", got["kept"] > right["kept"]),
+        ("The gradients belong to other masks than the loss: leave preserve_rng_state on", not alike),
+    )  # fmt: skip
+    return f"{asked} of {2 * PRODUCTS} products run again, and nothing else is kept."
 
 
 def _rest(layers: int, k: int) -> tuple[int, int]:
     """Return the number of segments, and the blocks of the last one."""
     segments = -(-layers // k)
     return segments, layers - (segments - 1) * k
-
-
-_SEGMENT_SLIPS: list[Slip] = [
-    *_rows("That is without recomputation", lambda n, x, a, k: n * a),
-    *_rows("2√L is for equal tensors, in segments of √L", lambda n, x, a, k: 2 * n**0.5 * x),
-    *_rows("That is kept when forward ends; the segment that runs again comes on top",
-           lambda n, x, a, k: _rest(n, k)[0] * x, lambda n, x, a, k: n / k * x),
-    *_rows("The segment's input is among what its first block keeps, and is counted once",
-           lambda n, x, a, k: _rest(n, k)[0] * x + k * a, lambda n, x, a, k: n / k * x + k * a,
-           lambda n, x, a, k: _segment_peak(n, x, a, k) + x),
-    *_rows("While a segment runs again, the inputs of those before it are still kept", lambda n, x, a, k: k * a),
-    *_rows("The replay brings back all blocks of a segment, not one",
-           lambda n, x, a, k: _rest(n, k)[0] * x + a, lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + a),
-    *_rows("Inside a segment every block brings back all of its bytes, its own input included; only the first block's input "
-           "was there already",
-           lambda n, x, a, k: _rest(n, k)[0] * x + k * (a - x),
-           lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * (a - x),
-           lambda n, x, a, k: max((i + 1) * x + min(k, n - f) * (a - x) for i, f in enumerate(range(0, n, k))),
-           lambda n, x, a, k: _rest(n, k)[0] * x + (k - 1) * x + a - x),
-    *_rows("Only the inputs of segments are kept, not one a block",
-           *(lambda n, x, a, k, f=f: (n - f) * x + k * a for f in (1, 0)), lambda n, x, a, k: (n - 1) * x + a),
-    *_rows("The last segment may be shorter, and the one before it is replayed when an input less is kept: look for the "
-           "largest moment",
-           lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + _rest(n, k)[1] * a,
-           lambda n, x, a, k: (_rest(n, k)[0] - 1) * x + k * a, lambda n, x, a, k: (n / k - 1) * x + k * a),
-]  # fmt: skip
-#: By hand, the smallest first: no two mistakes give the same number in one of them.
-_CHAINS = [(8, 10, 37, 2), (8, 10, 37, 1), (14, 10, 37, 3), (5, 10, 37, 5)]
-
-
-@check(
-    idea="Something is kept at every instant: the inputs of the segments that backward has not reached, and the segment "
-    "that is back.",
-    section="Segments of k blocks, and the square root of L",
-    line="For segment i there are i inputs before it and its own blocks whole; take the largest of these sums, with the "
-    "length that each segment really has.",
-)
-def segment_peak(answer: Callable[[int, int, int, int], float], seed: int = 90) -> str:
-    """Judge `segment_peak(layers, boundary, block, k)`, by hand first, then on random chains."""
-    dice = random.Random(seed)
-    cases = list(_CHAINS)
-    for _ in range(40):
-        layers, boundary = dice.randint(1, 100), dice.randint(1, 50)
-        cases.append((layers, boundary, dice.randint(boundary, 60 * boundary), dice.randint(1, layers)))
-    told = "{0} blocks of {2} bytes with inputs of {1}, segments of {3}"
-    compare(answer, cases, _segment_peak, _SEGMENT_SLIPS, told, right=_to_the_byte)
-    return f"{len(cases)} chains, shorter last segments included."
 
 
 # --- what to recompute, and when ----------------------------------------------------------------------------
