@@ -89,16 +89,6 @@ class block_bytes:
         scores = Fraction(4 * a) / h if fused else (5 if dropout else 2) * a * seq / h
         return int(batch * seq * h * (sbh + scores))
 
-    def right_3(*case):
-        """A dot product of numpy: numbers of values and their bytes."""
-        b, s, h, a, kv, f, gated, dropout, fused = case
-        n, pairs = b * s, a * b * s * s
-        values = np.array(
-            [5 * n * h, 2 * n * h * kv // a, n * h, (2 + gated) * n * f, 2 * n * h, n * a, pairs, pairs, pairs]
-        )
-        two = 2 * (not fused)
-        return values @ np.array([2, 2, 2, 2, dropout, 4 * fused, two, two * dropout // 2, two * dropout])
-
     def _less(**what):
         """Return the right answer less some of its tensors."""
 

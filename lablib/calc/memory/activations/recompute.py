@@ -37,8 +37,6 @@ from lablib.calc.memory.tape import FP32, MASK, BlockSetting
 from lablib.calc.models import ModelConfig
 
 NO_WINDOW = {"window": 0, "window_layers": ()}
-FRONTIER = ("none", "selective", "matmuls", "one-in:2", "full", "every:2", "sqrt", "offload", "full+offload")
-
 
 STRATEGIES = ("none", "selective", "matmuls", "full", "sqrt", "offload", "full+offload")
 WITH_NUMBER = ("every", "first", "one-in")
@@ -85,11 +83,7 @@ def recompute_units(strategy: str, num_layers: int) -> list[RecomputeUnit]:
         if strategy == "sqrt":
             return segments(sqrt_segment(num_layers), num_layers)
         return [RecomputeUnit(block, 1, strategy) for block in range(num_layers)]
-    number, plus, rest = number.partition("+")
-    if plus and (name != "first" or plus + rest not in RESTS):
-        raise ValueError(
-            f"strategy={strategy!r} is not known: only first:NUMBER takes a rest, {' or '.join(RESTS[1:])}"
-        )
+    number, _, rest = number.partition("+") if strategy.endswith(RESTS[1:]) and name == "first" else (number, "", "")
     if not (number.isdecimal() and 1 <= int(number) <= num_layers):
         raise ValueError(f"strategy={strategy!r} needs a number from 1 to the {num_layers} layers: {name}:2")
     k = int(number)
@@ -427,7 +421,7 @@ class FrontierPoint:
 
 
 def frontier(
-    config: ModelConfig, strategies: Iterable[str] = FRONTIER, *, batch: int, seq: int, **how: object
+    config: ModelConfig, strategies: Iterable[str], *, batch: int, seq: int, **how: object
 ) -> list[FrontierPoint]:
     """Return each strategy's bytes saved against extra FLOPs, and which of them another one beats.
 
