@@ -18,7 +18,6 @@ from lablib.calc.memory.activations.paper import paper_activations
 from lablib.calc.memory.activations.recompute import (
     RecomputeCost,
     RecomputeUnit,
-    best_segment,
     cheapest_first,
     chen_cost,
     every_strategy,
@@ -39,7 +38,6 @@ __all__ = [
     "RecomputeCost",
     "RecomputeUnit",
     "SavedTensor",
-    "best_segment",
     "block_tensors",
     "cheapest_first",
     "check_config",

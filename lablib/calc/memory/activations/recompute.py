@@ -458,14 +458,6 @@ def cheapest_first(costs: Iterable[RecomputeCost], *, flops: float) -> list[Reco
     return found
 
 
-def best_segment(config: ModelConfig, *, batch: int, seq: int, **how: object) -> int:
-    """Return the k for which "every:k" has the least peak in `recompute_cost`, by trying all; the smallest of equals."""
-    return min(
-        range(1, config.num_layers + 1),
-        key=lambda k: recompute_cost(config, f"every:{k}", batch=batch, seq=seq, **how).peak_bytes,
-    )
-
-
 def largest_batch(
     budget_bytes: int, config: ModelConfig, strategy: str, *, seq: int, fixed_bytes: int = 0, **how: object
 ) -> int:
