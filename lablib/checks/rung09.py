@@ -235,8 +235,8 @@ def _functions(y: Tensor) -> list[type]:
 def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise Wrong(
-            "The output has no graph, so backward ends here. Run the block inside of the Function's forward, which "
-            "hides it from autograd and leaves one node, and call `YourFunction.apply(...)` on the input."
+            "The output has no graph, so backward ends here. A checkpoint leaves one node in it: PyTorch's does, and "
+            "yours as `YourFunction.apply(...)` on the input, with the block run inside of the Function's forward."
         )
     try:
         loss.backward()
