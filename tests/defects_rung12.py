@@ -135,6 +135,12 @@ class merge:
         out = torch.einsum("pr,prd->rd", weights, torch.stack((a[0], b[0])))
         return out / total.clamp_min(1e-300)[:, None], torch.where(total > 0, most + total.log(), -math.inf)
 
+    def right_5(a, b):
+        """All in fp32, which rounds a score of 1,000 by 3e-5."""
+        lse = torch.stack((a[1], b[1])).float()
+        shares = torch.softmax(lse, 0).nan_to_num(0.0).unsqueeze(-1)
+        return (shares * torch.stack((a[0], b[0])).float()).sum(0), torch.logsumexp(lse, 0)
+
 
 def _refused(seq, cp):
     if seq % (2 * cp):
@@ -381,6 +387,7 @@ class choose_split:
         return _choose(**job, best=lambda possible, key: "ulysses" if "ulysses" in possible else min(possible, key=key))
 
     sends_all_heads = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * tp)
+    sends_what_all_ranks_send = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: bytes_of[way] * job["cp"])
     sends_forward_alone = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (3 if way == "ring" else 2)
     )
@@ -471,6 +478,7 @@ SENTENCES = {
     "ulysses_needs_chunks": "attend over the whole sequence",
     "always_two_chunks": "without a causal mask nothing needs balance",
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
+    "sends_what_all_ranks_send": "one rank is asked",
     "averages_over_dp": "dp and cp together",
     "one_maximum_for_all_rows": "each row has its own",
     "one_block_for_a_ring": "keys and values of two blocks",
