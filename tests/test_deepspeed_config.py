@@ -5,6 +5,7 @@ own estimators are compared; where it is not, these tests say so and are skipped
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -194,3 +195,14 @@ def test_deepspeed_s_own_estimators_agree(monkeypatch):
         theirs = estimate_zero2_model_states_mem_needs(params, gpus, nodes, offload != "none")
         ours = zero2_estimate(params, gpus_per_node=gpus, nodes=nodes, offload=offload != "none")
         assert (ours.cpu, ours.gpu) == pytest.approx(theirs, rel=1e-12, abs=2)
+
+
+@needs_deepspeed
+@pytest.mark.filterwarnings("ignore")
+def test_its_warmup_is_logarithmic_unless_the_file_says_otherwise(monkeypatch):
+    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    assert inspect.signature(WarmupDecayLR).parameters["warmup_type"].default == "log"
+    (why,) = [setting.why for setting in deepspeed_settings(XL, ranks=1, stage=0) if setting.key == "scheduler.type"]
+    assert "logarithm" in why
