@@ -290,17 +290,13 @@ class zero3_step:
     )
     runs_on_a_copy = asked(_step3, gather=lambda gather: lambda k: list(gather(k)))
 
-    def goes_back_with_weights_that_it_kept(layers, x, gather, release, forward, backward, scatter):
-        kept = {}
-
-        def noted(k, weights, x):
-            kept[k] = tuple(weights)
-            return forward(k, weights, x)
-
-        def own(k, weights, x, dy):
-            return [w * d for w, d in zip(kept[k], dy, strict=True)], backward(k, weights, x, dy)[1]
-
-        return _step3(layers, x, gather, release, noted, own, scatter)
+    #: As with a copy of the weights, which needs no second gather.
+    goes_back_with_weights_that_it_kept = asked(
+        _step3,
+        backward=lambda backward: (
+            lambda k, w, x, dy: ([a * b for a, b in zip(w, dy, strict=True)], backward(k, w, x, dy)[1])
+        ),
+    )
 
     def returns_parts_of_gradients_that_it_kept(layers, x, gather, release, forward, backward, scatter):
         full = {}
