@@ -164,10 +164,8 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     if not _alike(first[0], right[0]):
         _explain_step(first[0], start, right[0], gradients)
     kept = [torch.cat([result["momentum"][step] for result in results]) for step in range(_STEPS)]
-    least, most = (
-        2 * (ranks - 1) / ranks * 8 * ranks * width,
-        max(sent for result in results for sent in result["sent"]),
-    )
+    least = 2 * (ranks - 1) / ranks * 8 * ranks * width
+    most = max(sent for result in results for sent in result["sent"])
     later = [weights for result in results for weights in result["weights"]] + kept
     alone = right[0] - _LR * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
     all_reduced = "all_reduce" in results[0]["calls"]
@@ -249,10 +247,7 @@ class _Gathered(list):
 
 
 class _Model:
-    """Layers y = s w x, element by element, whose weights exist only between gather and release.
-
-    The slope s is the layer's own: who kept the weights cannot go backward without it.
-    """
+    """Layers y = s w x whose weights exist between gather and release; who kept them lacks the layer's slope s."""
 
     def __init__(self, layers: int, width: int, ranks: int, seed: int):
         dice = random.Random(seed)
@@ -351,9 +346,7 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
         _judge_zero3(model, got, layers, width // ranks)
     twice = "each gathered twice and scattered once: 3 psi"
     if (gathers := sum(model.gathers)) < 2 * layers:
-        twice = (
-            f"{gathers} gathers and {layers} scatters for {layers} layers, where releasing after each use takes 3 psi"
-        )
+        twice = f"{gathers} gathers and {layers} scatters for {layers} layers; releasing after each use takes 3 psi"
     return f"Never more than two layers gathered, {twice}."
 
 
@@ -545,10 +538,8 @@ def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], c
     even = {
         c.stage: next(m for m in range(c.micro_batches, own + 1) if own % m == 0) for c in choices if c.micro_batches
     }
-    where, left_over = (
-        f"stage {choice.stage}; {text}",
-        "The sequences that are left over need a micro-batch too: round up",
-    )
+    where = f"stage {choice.stage}; {text}"
+    left_over = "The sequences that are left over need a micro-batch too: round up"
     refuse(where, ("Micro-batches need not be equal: the last one of a step may be smaller",
                    all(not _nothing(row[k]) and float(row[k]) == m for k, m in even.items())))  # fmt: skip
     slips = [
@@ -556,10 +547,7 @@ def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], c
         (left_over, own / fit),
         (f"The sequences of a step are those of all ranks: this one has {own} of them", -(-sequences // fit)),
         ("That is how many sequences a micro-batch has; asked is how many micro-batches the step needs", fit),
-        (
-            "The states take their part of the budget first; activations get the rest",
-            -(-own // (budget // activations)),
-        ),
+        ("The states take their part of the budget, activations the rest", -(-own // (budget // activations))),
         ("That is one sequence at a time: as many as fit go through together", own),
         ("A micro-batch that fills the room to the last byte fits", -(-own // max(1, (room - 1) // activations))),
         ("Micro-batches are counted in whole sequences: floor what fits, then round up", own * activations / room),

@@ -273,9 +273,7 @@ def zero3_estimate(
     zero_init: bool = True,
     buffer: float = 1.5,
 ) -> Estimate:
-    """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus the shards.
-
-    A shard has 18 bytes per parameter: 2 of weights, and 16 in fp32, gradients among them.
+    """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus shards of 2 + 16.
 
     Args:
         largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
