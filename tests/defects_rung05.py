@@ -52,6 +52,7 @@ class state_bytes:
 
     of_the_last_rank = lambda *case: _bytes(*case, shard=lambda p, n: p + (n - 1) * (-p // n))
     of_all_ranks = told(_bytes, lambda found, ranks: {name: ranks * size for name, size in found.items()})
+    fp32_gradients_in_the_optimizer = lambda *case: _bytes(*case, each=(2, 2, 16))
     one_too_many = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n + 1)
     bits = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(16, 16, 96))
     parameters_alone = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(1, 1, 1))
@@ -148,6 +149,9 @@ class zero2_step:
     def old_momentum_undamped(weights, gradient, momentum, lr):
         momentum.add_(_mean_shard(gradient, momentum))
         all_gather(weights, _mine(weights) - lr * momentum)
+
+    def damps_twice(weights, gradient, momentum, lr):
+        _update_and_gather(weights, _mean_shard(gradient, momentum), momentum.mul_(0.9), lr)
 
     def gathers_all_gradients(weights, gradient, momentum, lr):
         full = gradient.new_empty(dist.get_world_size() * len(gradient))
@@ -286,6 +290,24 @@ class zero3_step:
     )
     runs_on_a_copy = asked(_step3, gather=lambda gather: lambda k: list(gather(k)))
 
+    #: As with a copy of the weights, which needs no second gather.
+    goes_back_with_weights_that_it_kept = asked(
+        _step3,
+        backward=lambda backward: (
+            lambda k, w, x, dy: ([a * b for a, b in zip(w, dy, strict=True)], backward(k, w, x, dy)[1])
+        ),
+    )
+
+    def returns_parts_of_gradients_that_it_kept(layers, x, gather, release, forward, backward, scatter):
+        full = {}
+
+        def noted(*task):
+            back, full[task[0]] = backward(*task)
+            return back, full[task[0]]
+
+        shards = _step3(layers, x, gather, release, forward, noted, scatter)
+        return [full[k][: len(shard)] for k, shard in enumerate(shards)]
+
     def scatters_when_all_is_done(layers, x, gather, release, forward, backward, scatter):
         """Stage 3 without stage 2."""
         full = {}
@@ -422,6 +444,7 @@ class zero_tradeoffs:
     everything_in_every_micro_batch = _other(units=lambda k, m: (2 * m, 2 * m, 2 * m, 3 * m)[k])
     stage_2_gathers_every_micro_batch = _other(units=lambda k, m: (2, 2, 2 * m, 3 * m)[k])
     stage_2_reduces_once = _other(units=lambda k, m: (2, 2, 2, 3 * m)[k])
+    stage_2_all_reduces_gradients = _other(units=lambda k, m: (2, 2, 2 * m + 1, 3 * m)[k])
     stage_3_has_two_transfers = _other(units=lambda k, m: (2, 2, m + 1, 2 * m)[k])
     stage_3_reduces_once = _other(units=lambda k, m: (2, 2, m + 1, 2 * m + 1)[k])
     stage_3_gathers_once = _other(units=lambda k, m: (2, 2, m + 1, m + 2)[k])
@@ -533,6 +556,12 @@ SENTENCES = {
     "one_too_many": "add no 1",
     "bits": "not bits",
     "parameters_alone": "Those are parameters",
+    "fp32_gradients_in_the_optimizer": "without an fp32 copy",
+    "damps_twice": "what `momentum` has by then",
+    "no_all_gather": "of the new weights is missing",
+    "goes_back_with_weights_that_it_kept": "the next `dy` is the gradient of the input",
+    "returns_parts_of_gradients_that_it_kept": "not what `scatter` gave",
+    "stage_2_all_reduces_gradients": "half of an all-reduce is enough",
     "moves_by_the_old_momentum": "update the momentum first",
     "learning_rate_in_the_momentum": "has the learning rate in it",
     "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",

@@ -5,6 +5,7 @@ own estimators are compared; where it is not, these tests say so and are skipped
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -162,8 +163,10 @@ def test_offload_step_adds_up():
 @pytest.mark.parametrize("choice", every_choice(), ids=str)
 def test_deepspeed_s_own_parser_takes_it(choice, monkeypatch):
     monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    assert inspect.signature(WarmupDecayLR).parameters["warmup_type"].default == "log"  # as its reason says
     tree = as_deepspeed_json(deepspeed_settings(XL, ranks=1, **choice))["zero_optimization"]
     known = set(DeepSpeedZeroConfig.model_fields)
     known |= {field.alias for field in DeepSpeedZeroConfig.model_fields.values() if field.alias}

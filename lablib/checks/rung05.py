@@ -81,7 +81,8 @@ _OTHER_WEIGHTS = {
                   6: "Gradients are counted once, in 16 bits: 2 bytes"},
     "optimizer": {8: "The fp32 master weights belong to the optimizer state and are sharded with it: 12 bytes, not 8",
                   4: "AdamW keeps two moments, and mixed precision master weights: 12 bytes, not 4",
-                  6: "Moments and master weights are in fp32: 12 bytes, not 6"},
+                  6: "Moments and master weights are in fp32: 12 bytes, not 6",
+                  16: "The gradients have a term of their own, in 16 bits: 12 bytes, without an fp32 copy of them"},
 }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     refuse(
         "",
         ("After the step weights are NaN", any(each.isnan().any() for each in first)),
-        ("Each rank updated its own shard: the all-gather is missing", apart and _alike(own, right[0])),
+        ("Each rank updated its own shard: the all-gather of the new weights is missing", apart and _alike(own, right[0])),
         ("After the step the ranks hold different weights: the replicas drift apart", apart),
         ("The first step moves no weight: update the momentum first, and move the weights by the new one",
          unmoved and not torch.equal(results[0]["weights"][-1], start)),
@@ -163,10 +164,10 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     if not _alike(first[0], right[0]):
         _explain_step(first[0], start, right[0], gradients)
     kept = [torch.cat([result["momentum"][step] for result in results]) for step in range(_STEPS)]
-    least, most = (
-        2 * (ranks - 1) / ranks * 8 * ranks * width,
-        max(sent for result in results for sent in result["sent"]),
-    )
+    least = 2 * (ranks - 1) / ranks * 8 * ranks * width
+    most = max(sent for result in results for sent in result["sent"])
+    later = [weights for result in results for weights in result["weights"]] + kept
+    alone = right[0] - _LR * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
     all_reduced = "all_reduce" in results[0]["calls"]
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
     twice = "Something is sent twice, or whole gradients where a shard of their mean is asked"
@@ -180,7 +181,9 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
          _alike(kept[1], _BETWEEN * moments[0] + gradients[1].mean(0))),
         ("The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes between "
          "steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2",
-         not all(_alike(a, b) for a, b in zip(results[0]["weights"] + kept, right + moments, strict=True))),
+         _alike(results[0]["weights"][1], alone)),
+        ("The first step is right and a later one is not: it takes 0.9 of what `momentum` has by then, and the mean gradient",
+         not all(_alike(a, b) for a, b in zip(later, right * ranks + moments, strict=True))),
         (f"The numbers are right, but a rank sends {most:.0f} bytes where {least:.0f} do. "
          f"{how if all_reduced else twice}", most > 1.001 * least),
         ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
@@ -244,15 +247,16 @@ class _Gathered(list):
 
 
 class _Model:
-    """Layers y = w x, element by element, whose weights exist only between gather and release."""
+    """Layers y = s w x whose weights exist between gather and release; who kept them lacks the layer's slope s."""
 
     def __init__(self, layers: int, width: int, ranks: int, seed: int):
         dice = random.Random(seed)
         self.weights = [[dice.randint(1, 5) for _ in range(width)] for _ in range(layers)]
+        self.slopes = [dice.randint(2, 5) for _ in range(layers)]
         self.x = [float(dice.randint(1, 5)) for _ in range(width)]
         self.ranks, self.live, self.most = ranks, {}, 0
         self.gathers, self.scattered = [0] * layers, {}
-        self.full: set[int] = set()  # layers whose gradient is there in full
+        self.full: dict[int, list[float]] = {}  # gradients that are there in full
         self.tally: list[tuple[str, int]] = []
         self.turns = 0
 
@@ -285,7 +289,7 @@ class _Model:
             raise Wrong(f"Layer {k} is released, and was not there.")
         self.live.pop(k).free()
 
-    def _use(self, k: int, weights: list[float], when: str) -> None:
+    def _use(self, k: int, weights: list[float], when: str) -> int:
         self._turn()
         k = self._known(k)
         if k not in self.live:
@@ -294,33 +298,37 @@ class _Model:
             raise Wrong(f"Layer {k} runs {when} with other weights than `gather({k})` returned last: those of another "
                         "layer, or a copy, which would outlive the release.")  # fmt: skip
         self.tally.append((when, k))
+        return k
 
     def forward(self, k: int, weights: list[float], x: list[float]) -> list[float]:
-        self._use(k, weights, "forward")
-        return [w * v for w, v in zip(weights, x, strict=True)]
+        slope = self.slopes[self._use(k, weights, "forward")]
+        return [slope * w * v for w, v in zip(weights, x, strict=True)]
 
     def backward(self, k: int, weights: list[float], x: list[float], dy: list[float]) -> tuple[list, list]:
-        self._use(k, weights, "backward")
-        self.full.add(whole(k))
+        k = self._use(k, weights, "backward")
+        dy = [self.slopes[k] * d for d in dy]
+        full = self.full[k] = [v * d for v, d in zip(x, dy, strict=True)]
         if len(self.full) > 2:
             raise Wrong(f"{len(self.full)} full gradients are there at one moment, which stage 2 had already sharded: "
                         "reduce-scatter a layer's gradient when backward has made it; one more may be on its way.")  # fmt: skip
-        return [w * d for w, d in zip(weights, dy, strict=True)], [v * d for v, d in zip(x, dy, strict=True)]
+        return [w * d for w, d in zip(weights, dy, strict=True)], full
 
     def scatter(self, k: int, gradient: list[float]) -> list[float]:
         self._turn()
         k = self._known(k)
         if k in self.scattered:
             raise Wrong(f"The gradient of layer {k} is reduce-scattered twice in a step.")
-        self.full.discard(k)
         self.scattered[k] = numbers(gradient, f"The gradient of layer {k}")
+        full = self.full.pop(k, [])
+        full[:] = [math.nan] * len(full)  # its memory is the next layer's
         if len(self.scattered[k]) != len(self.x):
             raise Wrong(f"The gradient of layer {k} has {len(self.x)} numbers; `scatter` got {len(self.scattered[k])}.")
         return self.scattered[k][: len(self.x) // self.ranks]  # every rank has the same samples: the mean is it
 
     def truth(self) -> list[list[float]]:
-        """Return the gradient of every layer: the product of the input and of all other layers."""
-        columns = [math.prod(column) * x for *column, x in zip(*self.weights, self.x, strict=True)]
+        """Return the gradient of every layer: the product of the input, all slopes and all other layers."""
+        slope = math.prod(self.slopes)
+        columns = [slope * math.prod(column) * x for *column, x in zip(*self.weights, self.x, strict=True)]
         return [[c / w for c, w in zip(columns, row, strict=True)] for row in self.weights]
 
 
@@ -338,9 +346,7 @@ def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
         _judge_zero3(model, got, layers, width // ranks)
     twice = "each gathered twice and scattered once: 3 psi"
     if (gathers := sum(model.gathers)) < 2 * layers:
-        twice = (
-            f"{gathers} gathers and {layers} scatters for {layers} layers, where releasing after each use takes 3 psi"
-        )
+        twice = f"{gathers} gathers and {layers} scatters for {layers} layers; releasing after each use takes 3 psi"
     return f"Never more than two layers gathered, {twice}."
 
 
@@ -385,7 +391,7 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
          any(_rows_close(rows, truth) for rows in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]))),
         ("Divided once too often: `scatter` takes the mean itself", _rows_close(got, truth, model.ranks)),
         ("That is the gradient of the layer's input: `backward` returns it first, and that of the weights second",
-         _rows_close(got[-1:], model.weights[-1:])),
+         _rows_close(got[-1:], [[model.slopes[-1] * w for w in model.weights[-1]]])),
         ("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the input, the first "
          "of the pair that backward returns, and `x` the input of that layer", _rows_close(got[-1:], truth[-1:])),
         ("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, not its "
@@ -532,10 +538,8 @@ def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], c
     even = {
         c.stage: next(m for m in range(c.micro_batches, own + 1) if own % m == 0) for c in choices if c.micro_batches
     }
-    where, left_over = (
-        f"stage {choice.stage}; {text}",
-        "The sequences that are left over need a micro-batch too: round up",
-    )
+    where = f"stage {choice.stage}; {text}"
+    left_over = "The sequences that are left over need a micro-batch too: round up"
     refuse(where, ("Micro-batches need not be equal: the last one of a step may be smaller",
                    all(not _nothing(row[k]) and float(row[k]) == m for k, m in even.items())))  # fmt: skip
     slips = [
@@ -543,10 +547,7 @@ def _explain_count(row: list, choice: StageChoice, choices: list[StageChoice], c
         (left_over, own / fit),
         (f"The sequences of a step are those of all ranks: this one has {own} of them", -(-sequences // fit)),
         ("That is how many sequences a micro-batch has; asked is how many micro-batches the step needs", fit),
-        (
-            "The states take their part of the budget first; activations get the rest",
-            -(-own // (budget // activations)),
-        ),
+        ("The states take their part of the budget, activations the rest", -(-own // (budget // activations))),
         ("That is one sequence at a time: as many as fit go through together", own),
         ("A micro-batch that fills the room to the last byte fits", -(-own // max(1, (room - 1) // activations))),
         ("Micro-batches are counted in whole sequences: floor what fits, then round up", own * activations / room),
@@ -581,6 +582,7 @@ _SLIPS: list[tuple[str, _Units]] = [
      lambda k, m: (2 * m, 2 * m, 2 * m, 3 * m)[k]),
     ("Stage 2 gathers its updated weights once, after the last micro-batch", _in(2, lambda m: 2 * m)),
     ("Stage 2 has no room for a full gradient: it reduces after every micro-batch", _in(2, lambda m: 2)),
+    ("Stage 2 reduce-scatters its gradients: half of an all-reduce is enough", _in(2, lambda m: 2 * m + 1)),
     ("Stage 3 has three transfers: weights for forward, weights for backward, gradients", _in(3, lambda m: 2 * m)),
     ("Stage 3 reduces the gradient of every micro-batch as well: it has no room to add them up", _in(3, lambda m: 2 * m + 1)),
     ("Stage 3 has three transfers: its gradients need a reduce-scatter, no all-reduce", _in(3, lambda m: 4 * m)),

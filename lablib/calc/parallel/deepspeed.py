@@ -5,8 +5,8 @@
     json.dump(as_deepspeed_json(deepspeed_settings(...)), file)    # what `deepspeed --deepspeed_config` reads
 
 Sizes in the file count elements. Three of them follow the hidden size h by the rule that Accelerate applies to "auto",
-since DeepSpeed's own defaults suit models of billions of parameters. The estimators count gradients once in 16 bits and
-once in fp32, without activations, and what they print as "GB" are GiB. `offload` is "none", "optimizer" or "parameters".
+since DeepSpeed's own defaults suit models of billions of parameters. The estimators count gradients in fp32, that of stage
+2 in 16 bits too, without activations, and what they print as "GB" are GiB. `offload` is "none", "optimizer" or "parameters".
 
 ZeRO-Offload sends 2 bytes of gradient down per parameter and step over each rank's own link, and 2 bytes of weight up.
 ZeRO-Infinity asks what bandwidth W is enough: with `ait` FLOPs per byte moved, a device of peak P reaches
@@ -133,7 +133,8 @@ def _optimizer(clip: float, steps: int) -> list[Setting]:
         Setting(params + "betas", [0.9, 0.95], "Decay of the two moments; the second is lower than AdamW's default, as "
                 "usual for language models."),
         Setting(params + "weight_decay", WEIGHT_DECAY, "AdamW's, on all parameters, since they are one group."),
-        Setting("scheduler.type", "WarmupDecayLR", "Linear warmup, then linear decay to zero."),
+        Setting("scheduler.type", "WarmupDecayLR", "Warmup with the logarithm of the step, or linear if `warmup_type` is "
+                "so, then linear decay to zero."),
         Setting(schedule + "warmup_max_lr", LEARNING_RATE, "Where warmup ends; it does not read the optimizer's lr."),
         Setting(schedule + "warmup_num_steps", WARMUP, "Optimizer steps of warmup."),
         Setting(schedule + "total_num_steps", steps, "Optimizer steps, not micro-batches; the rate is zero after them."),
@@ -272,7 +273,7 @@ def zero3_estimate(
     zero_init: bool = True,
     buffer: float = 1.5,
 ) -> Estimate:
-    """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus the shards.
+    """Return `estimate_zero3_model_states_mem_needs`: 4 bytes per parameter of the largest layer, plus shards of 2 + 16.
 
     Args:
         largest_layer: Parameters of the largest layer: its weights and gradients, gathered in 16 bits.
