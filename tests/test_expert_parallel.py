@@ -322,6 +322,20 @@ def test_the_router_is_that_of_hugging_face(name):
     assert far(spread, torch.zeros(50, 8).scatter(1, their_choice, their_weights.float())) < 1e-6
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_router_multiplies_in_fp32(auto):
+    """In bf16 some tokens have equal scores at the k-th place: a few percent, and one in a million in fp32."""
+    torch.manual_seed(0)
+    router, x_TH = TopKRouter(64, 256, 8), torch.randn(500, 64)
+    if not auto:
+        router, x_TH = router.bfloat16(), x_TH.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=auto):
+        logits_TE, rounded_TE = router.logits(x_TH), F.linear(x_TH, router.weight)
+    assert torch.equal(logits_TE, F.linear(x_TH.float(), router.weight.float()))
+    ties = [(v[:, 7] == v[:, 8]).sum().item() for v in (logits_TE.topk(9).values, rounded_TE.topk(9).values)]
+    assert ties[0] <= 1 < 10 < ties[1]
+
+
 def test_a_bias_chooses_and_does_not_weigh():
     router = TopKRouter(HIDDEN, 8, 2, Router(score="sigmoid", normalized=False, bias=True)).double()
     x_TH = torch.randn(30, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -370,6 +384,9 @@ def test_what_balance_is():
     flat, sure = torch.full((4, 8), 0.125), F.one_hot(one[:, 0], 8).float()
     assert load_balancing_loss(flat, even).item() == pytest.approx(1)
     assert load_balancing_loss(sure, one).item() == pytest.approx(8)
+    pairs = torch.tensor([[0.51, 0.49], [0.51, 0.49], [0, 1]], dtype=torch.float64)
+    below = load_balancing_loss(pairs, pairs.argmax(-1, keepdim=True)).item()
+    assert below == pytest.approx(2 * (2 * 1.02 + 1.98) / 9, rel=1e-15)  # 0.893: 1 is no floor, and f is in fp64 too
     assert largest_share(count_choices(one, 8)) == 1
     logits = torch.randn(5, 8, dtype=torch.float64)
     assert z_loss(logits).item() == pytest.approx((logits.exp().sum(-1).log() ** 2).mean().item())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lablib.toys.expert_parallel.dispatcher import all_to_all
+from lablib.toys.expert_parallel.router import wide_linear
 
 
 def moe_forward(
@@ -36,10 +37,8 @@ def moe_forward(
     num_experts, num_local = len(router_EH), len(gate_eFH)
     ranks = group.size()
 
-    # Route: softmax over all experts, the k best of them, weights that sum to one.
-    # In fp32 at least: bf16 makes ties of scores that differ, and a tie goes to whom the sort likes.
-    wide = torch.promote_types(x_TH.dtype, torch.float32)
-    scores_TE = (x_TH.to(wide) @ router_EH.to(wide).t()).softmax(dim=-1)
+    # Route: softmax over all experts, the k best of them, weights that sum to one. The product is in fp32 already.
+    scores_TE = wide_linear(x_TH, router_EH).softmax(dim=-1)
     weights_Tk, experts_Tk = scores_TE.topk(k, dim=-1)
     weights_Tk = (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(x_TH.dtype)
 

@@ -70,13 +70,12 @@ class TopKRouter(nn.Module):
         return self.choose(self.scores(self.logits(x_TH)))
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """Return a number for every expert, logits_TE."""
-        return F.linear(x_TH, self.weight)
+        """Return a number for every expert, logits_TE, at least in fp32, under autocast too; see `wide_linear`."""
+        return wide_linear(x_TH, self.weight)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores, at least in fp32: differences between experts are small, and bf16 makes them ties."""
-        full_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        return full_TE.softmax(dim=-1) if self.rules.score == "softmax" else full_TE.sigmoid()
+        """Return the scores, in the dtype of the logits."""
+        return logits_TE.softmax(dim=-1) if self.rules.score == "softmax" else logits_TE.sigmoid()
 
     def choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights_Tk and chosen_Tk of given scores."""
@@ -90,6 +89,17 @@ class TopKRouter(nn.Module):
         if self.rules.normalized:
             weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + EPSILON)
         return weights_Tk * self.rules.scale, chosen_Tk
+
+
+def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """Return `x W^T` at least in fp32: in bf16 scores that differ become ties, and a tie goes to whom the sort likes.
+
+    A softmax in fp32 is too late, since the product itself has been rounded by then. As in Megatron Core with
+    `moe_router_dtype="fp32"`; autocast would make the product one in 16 bits.
+    """
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    with torch.autocast(x_TH.device.type, enabled=False):
+        return F.linear(x_TH.to(wide), weight_EH.to(wide))
 
 
 def check_nodes(experts: int, k: int, nodes: int, max_nodes: int) -> None:
@@ -130,7 +140,7 @@ def count_choices(chosen_Tk: Tensor, experts: int, group: dist.ProcessGroup | No
 
 
 def load_balancing_loss(scores_TE: Tensor, chosen_Tk: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return `E Σ_i f_i P_i`, 1 for an even choice and E if all tokens want one expert (k = 1).
+    """Return `E Σ_i f_i P_i`: 1 for an even choice, which is no lower limit, and E if all tokens want one expert (k = 1).
 
     Hugging Face's classes return k times as much, since their f is counted in tokens.
 
@@ -140,10 +150,10 @@ def load_balancing_loss(scores_TE: Tensor, chosen_Tk: Tensor, group: dist.Proces
     """
     experts = scores_TE.shape[-1]
     counts_E = count_choices(chosen_Tk, experts, group)
-    f_E = counts_E / counts_E.sum().clamp(min=1)
+    f_E = counts_E.to(scores_TE.dtype) / counts_E.sum().clamp(min=1)
     share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + EPSILON)
     p_E = share_TE.sum(dim=0) / max(1, len(share_TE))  # a rank without tokens has no mean
-    return experts * (f_E.to(p_E.dtype) * p_E).sum()
+    return experts * (f_E * p_E).sum()
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
