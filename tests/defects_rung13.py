@@ -11,8 +11,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from lablib.calc.layouts import mesh
-from lablib.calc.parallel import expert_groups
+from lablib.calc.layouts import Mesh
 from tests.planted import asked, listed, told
 
 Route = namedtuple("Route", "weights chosen")
@@ -394,154 +393,166 @@ class expert_bytes:
         return Bytes(**copies)
 
 
-def _group(rank, sizes, *axes):
-    found = mesh(**sizes, order=tuple(sizes))
-    known = [axis if sizes["ep"] > 1 or axis != "edp" else "dp" for axis in axes]
-    return found.group(rank, *known)
+def _group(rank, grid, *axes):
+    return Mesh(tuple(grid.values()), tuple(grid)).group(rank, *axes)
 
 
-def _averaged(rank, sizes, *axes):
-    return _group(rank, sizes, *axes), sizes["dp"] * sizes["cp"]
+def _averaged(rank, attention, grid, *axes):
+    return _group(rank, grid, *axes), attention["dp"] * attention["cp"]
 
 
-def _placed(rank, sizes, experts, chosen, **changed):
-    each, group = experts // sizes["ep"], _group(rank, sizes, "ep")
+def _placed(rank, attention, folded, experts, chosen, **changed):
+    each, group = experts // folded["ep"], _group(rank, folded, "ep")
     mine = group.index(rank) * each
     return {
         "holds": list(range(mine, mine + each)),
         "sends_to": [group[e // each] for e in chosen],
-        "expert": _averaged(rank, sizes, "edp", "cp"),
-        "other": _averaged(rank, sizes, "dp", "cp"),
+        "expert": _averaged(rank, attention, folded, "edp"),
+        "other": _averaged(rank, attention, attention, "dp", "cp"),
     } | changed
 
 
 class place_experts:
-    # An expert's gradient, ep times too large.
+    # An expert's gradient, too large by what ep is over the tp that it was taken out of.
     mean_over_the_copies = told(
         _placed, lambda right: right | {"expert": (right["expert"][0], len(right["expert"][0]))}
     )
     without_the_idea_all_gradients_alike = told(_placed, lambda right: right | {"expert": right["other"]})
 
-    def folded_over_tp_and_cp(rank, sizes, experts, chosen):
-        """The layout of Megatron's folding: right for another mesh than the one that is asked."""
-        each, stage = experts // sizes["ep"], {axis: sizes[axis] for axis in ("tp", "cp", "dp", "pp")}
-        groups = expert_groups(**stage, ep=sizes["ep"])
-        group = next(group for group in groups["ep"] if rank in group)
-        first = group.index(rank) * each
-        copies = next(group for group in groups["edp"] if rank in group)
-        return _placed(
-            rank, sizes, experts, chosen, holds=range(first, first + each),
-            sends_to=[group[expert // each] for expert in chosen], expert=(copies, sizes["dp"] * sizes["cp"]),
-        )  # fmt: skip
+    def out_of_dp_alone(rank, attention, folded, experts, chosen):
+        """The layout of before folding: tp and cp cut experts as they cut attention."""
+        grid, ep = {}, math.gcd(folded["ep"], attention["dp"])
+        for axis, size in attention.items():
+            grid |= {"ep": ep, "edp": size // ep} if axis == "dp" else {axis: size}
+        copies = _averaged(rank, attention, grid, "edp", "cp")
+        return _placed(rank, attention, grid, experts, chosen, expert=copies)
 
-    last_axis_fastest = asked(_placed, sizes=lambda sizes: dict(reversed(sizes.items())))
-
-    def one_order_for_all_meshes(rank, sizes, experts, chosen):
-        """The order of the text; experts and ranks in no order."""
-        usual = {axis: sizes[axis] for axis in ("tp", "cp", "ep", "dp", "pp")}
-        return {k: set(v) if k == "holds" else v for k, v in _placed(rank, usual, experts, chosen).items()}
-
-    def first_replica(rank, sizes, experts, chosen):
-        """Tokens travel to the experts of the first replica."""
-        home = min(_group(rank, sizes, "edp"))
-        return _placed(rank, sizes, experts, chosen, sends_to=_placed(home, sizes, experts, chosen)["sends_to"])
-
-    def right_grid(rank, sizes, experts, chosen):
-        """The ranks of a sum as a part of the grid of all, not flattened."""
-        found = _placed(rank, sizes, experts, chosen)
-        ranks, divisor = found["other"]
-        return found | {"other": (torch.tensor(ranks).view(sizes["cp"], -1), divisor)}
-
-    def neighbours_in_every_mesh(rank, sizes, experts, chosen):
-        first, each = rank // sizes["ep"] * sizes["ep"], experts // sizes["ep"]
-        return _placed(rank, sizes, experts, chosen, sends_to=[first + expert // each for expert in chosen])
-
-    experts_over_ep = asked(_placed, expert=lambda rank, sizes: _averaged(rank, sizes, "ep"))
-    cp_forgotten = asked(_placed, other=lambda rank, sizes: (_group(rank, sizes, "dp"), sizes["dp"]))
-    cp_forgotten_in_the_divisor = told(
-        _placed, lambda right, sizes: right | {"other": (right["other"][0], sizes["dp"])}
+    last_axis_fastest = asked(
+        _placed,
+        attention=lambda attention: dict(reversed(attention.items())),
+        folded=lambda folded: dict(reversed(folded.items())),
     )
-    cp_forgotten_for_experts = asked(_placed, expert=lambda rank, sizes: _averaged(rank, sizes, "edp"))
-    all_ranks_average = asked(_placed, other=lambda rank, sizes: _averaged(rank, sizes, "tp", "cp", "dp"))
-    all_stages_average = asked(_placed, other=lambda rank, sizes: _averaged(rank, sizes, "pp", "cp", "dp"))
+
+    def one_order_for_all_meshes(rank, attention, folded, experts, chosen):
+        """The order of the text; experts and ranks in no order."""
+        attention = {axis: attention[axis] for axis in ("tp", "cp", "dp", "pp")}
+        folded = {axis: folded[axis] for axis in ("etp", "ep", "edp", "pp")}
+        found = _placed(rank, attention, folded, experts, chosen)
+        return {k: set(v) if k == "holds" else v for k, v in found.items()}
+
+    def first_replica(rank, attention, folded, experts, chosen):
+        """Tokens travel to the experts of the first replica."""
+        home = min(_group(rank, folded, "edp"))
+        sends_to = _placed(home, attention, folded, experts, chosen)["sends_to"]
+        return _placed(rank, attention, folded, experts, chosen, sends_to=sends_to)
+
+    def right_grid(rank, attention, folded, experts, chosen):
+        """The ranks of a sum as a part of the grid of all, not flattened."""
+        found = _placed(rank, attention, folded, experts, chosen)
+        ranks, divisor = found["other"]
+        return found | {"other": (torch.tensor(ranks).view(attention["cp"], -1), divisor)}
+
+    def neighbours_in_every_mesh(rank, attention, folded, experts, chosen):
+        first, each = rank // folded["ep"] * folded["ep"], experts // folded["ep"]
+        sends_to = [first + expert // each for expert in chosen]
+        return _placed(rank, attention, folded, experts, chosen, sends_to=sends_to)
+
+    experts_over_ep = asked(_placed, expert=lambda rank, attention, folded: _averaged(rank, attention, folded, "ep"))
+    split_experts_over_etp = asked(
+        _placed, expert=lambda rank, attention, folded: _averaged(rank, attention, folded, "etp", "edp")
+    )
+    cp_forgotten = asked(_placed, other=lambda rank, attention: (_group(rank, attention, "dp"), attention["dp"]))
+    cp_forgotten_in_the_divisor = told(
+        _placed, lambda right, attention: right | {"other": (right["other"][0], attention["dp"])}
+    )
+    all_ranks_average = asked(
+        _placed, other=lambda rank, attention: _averaged(rank, attention, attention, "tp", "cp", "dp")
+    )
+    all_stages_average = asked(
+        _placed, other=lambda rank, attention: _averaged(rank, attention, attention, "pp", "cp", "dp")
+    )
     others_over_edp = told(_placed, lambda right: right | {"other": right["expert"]})
     summed_only = told(_placed, lambda right: right | {name: (right[name][0], 1) for name in ("expert", "other")})
 
-    def dealt_in_turns(rank, sizes, experts, chosen):
-        group = _group(rank, sizes, "ep")
+    def dealt_in_turns(rank, attention, folded, experts, chosen):
+        group = _group(rank, folded, "ep")
         ep = len(group)
         held = list(range(group.index(rank), experts, ep))
-        return _placed(rank, sizes, experts, chosen, holds=held, sends_to=[group[e % ep] for e in chosen])
+        return _placed(rank, attention, folded, experts, chosen, holds=held, sends_to=[group[e % ep] for e in chosen])
 
     everything_everywhere = asked(_placed, holds=lambda experts: list(range(experts)))
 
-    def rank_modulo_ep(rank, sizes, experts, chosen):
-        each, mine = experts // sizes["ep"], rank % sizes["ep"]
-        return _placed(rank, sizes, experts, chosen, holds=list(range(mine * each, mine * each + each)))
+    def rank_modulo_ep(rank, attention, folded, experts, chosen):
+        each, mine = experts // folded["ep"], rank % folded["ep"]
+        held = list(range(mine * each, mine * each + each))
+        return _placed(rank, attention, folded, experts, chosen, holds=held)
 
-    def positions_and_not_ranks(rank, sizes, experts, chosen):
-        each = experts // sizes["ep"]
-        return _placed(rank, sizes, experts, chosen, sends_to=[e // each for e in chosen])
+    def positions_and_not_ranks(rank, attention, folded, experts, chosen):
+        each = experts // folded["ep"]
+        return _placed(rank, attention, folded, experts, chosen, sends_to=[e // each for e in chosen])
 
     in_the_order_of_ranks = told(_placed, lambda right: right | {"sends_to": sorted(right["sends_to"])})
 
     # Takes ep for an axis of its own, beside all of dp.
-    ep_beside_dp = asked(_placed, sizes=lambda sizes: sizes | {"dp": sizes["dp"] * sizes["ep"]})
+    ep_beside_dp = asked(
+        _placed,
+        attention=lambda attention, folded: attention | {"dp": attention["dp"] * folded["ep"]},
+        folded=lambda folded: folded | {"edp": folded["edp"] * folded["ep"]},
+    )
 
-    def mean_over_tp_too(rank, sizes, experts, chosen):
-        right = _placed(rank, sizes, experts, chosen)
-        mean = sizes["dp"] * sizes["cp"] * sizes["tp"]
+    def mean_over_tp_too(rank, attention, folded, experts, chosen):
+        right = _placed(rank, attention, folded, experts, chosen)
+        mean = attention["dp"] * attention["cp"] * attention["tp"]
         return right | {name: (right[name][0], mean) for name in ("expert", "other")}
 
-    def split_over_dp(rank, sizes, experts, chosen):
+    def split_over_dp(rank, attention, folded, experts, chosen):
         """Takes all of dp for ep."""
-        group = _group(rank, sizes, "dp")
+        group = _group(rank, attention, "dp")
         place = group.index(rank) * experts // len(group)
         held = list(range(place, (group.index(rank) + 1) * experts // len(group)))
-        return _placed(rank, sizes, experts, chosen, holds=held)
+        return _placed(rank, attention, folded, experts, chosen, holds=held)
 
-    def right(rank, sizes, experts, chosen):
+    def right(rank, attention, folded, experts, chosen):
         """All ranks' coordinates, compared with those of this one; tuples and sets."""
-        grid = {a: sizes["dp"] // sizes["ep"] if a == "dp" else n for a, n in sizes.items()}
-        every = list(itertools.product(*(range(n) for n in reversed(grid.values()))))
-        at = [dict(zip(reversed(grid), place, strict=True)) for place in every]
 
-        def alike(*free):
-            return {r for r, c in enumerate(at) if all(c[a] == at[rank][a] for a in grid if a not in free)}
+        def alike(grid, *free):
+            every = itertools.product(*(range(n) for n in reversed(grid.values())))
+            at = [dict(zip(reversed(grid), place, strict=True)) for place in every]
+            return {r: c for r, c in enumerate(at) if all(c[a] == at[rank][a] for a in grid if a not in free)}
 
-        each = experts // sizes["ep"]
-        home = {at[r]["ep"] * each + i: r for r in alike("ep") for i in range(each)}
-        mean = sizes["dp"] * sizes["cp"]
+        each = experts // folded["ep"]
+        home = {c["ep"] * each + i: r for r, c in alike(folded, "ep").items() for i in range(each)}
+        mean = attention["dp"] * attention["cp"]
         return {
             "holds": {expert for expert, r in home.items() if r == rank},
             "sends_to": tuple(home[expert] for expert in chosen),
-            "expert": [alike("dp", "cp"), mean],
-            "other": [alike("dp", "cp", "ep"), mean],
+            "expert": [set(alike(folded, "edp")), mean],
+            "other": [set(alike(attention, "dp", "cp")), mean],
         }
 
-    def right_2(rank, sizes, experts, chosen):
-        """An array of ranks, whose axes are cut out."""
-        grid = {a: sizes["dp"] // sizes["ep"] if a == "dp" else n for a, n in sizes.items()}
-        names = list(grid)[::-1]
-        ranks = np.arange(math.prod(grid.values())).reshape([grid[a] for a in names])
-        (where,) = np.argwhere(ranks == rank)
+    def right_2(rank, attention, folded, experts, chosen):
+        """An array of ranks for each grid, whose axes are cut out."""
 
-        def cut(*free):
+        def cut(grid, *free):
+            names = list(grid)[::-1]
+            ranks = np.arange(math.prod(grid.values())).reshape([grid[a] for a in names])
+            (where,) = np.argwhere(ranks == rank)
             return ranks[tuple(slice(None) if a in free else i for a, i in zip(names, where, strict=True))].ravel()
 
-        parts = np.array_split(np.arange(experts), sizes["ep"])
-        mine = where[names.index("ep")]
-        homes = cut("ep")[np.searchsorted([part[-1] for part in parts], chosen)]
-        divisor = np.float64(len(cut("dp", "cp", "ep")))
+        parts, sharers = np.array_split(np.arange(experts), folded["ep"]), cut(folded, "ep")
+        others = cut(attention, "dp", "cp")
+        divisor = np.float64(len(others))
         return {
-            "holds": parts[mine],
-            "sends_to": homes,
-            "expert": (cut("dp", "cp"), divisor),
-            "other": (cut("ep", "dp", "cp"), divisor),
+            "holds": parts[sharers.tolist().index(rank)],
+            "sends_to": sharers[np.searchsorted([part[-1] for part in parts], chosen)],
+            "expert": (cut(folded, "edp"), divisor),
+            "other": (others, divisor),
         }
 
     # An object with attributes.
-    right_3 = lambda rank, sizes, experts, chosen: Place(**_placed(rank, sizes, experts, chosen))
+    right_3 = lambda rank, attention, folded, experts, chosen: Place(
+        **_placed(rank, attention, folded, experts, chosen)
+    )
 
 
 #: What an answer must be told, by defect.
@@ -559,7 +570,8 @@ SENTENCES = {
     "last_axis_fastest": "in another order here",
     "one_order_for_all_meshes": "in another order here",
     "first_replica": "this rank's own ep group",
-    "folded_over_tp_and_cp": "groups of folded experts",
+    "out_of_dp_alone": "out of dp alone",
+    "split_experts_over_etp": "leaves etp out",
     "neighbours_in_every_mesh": "to be neighbours",
     "bias_forgotten": "whatever the bias",
     "bias_in_the_weights": "The bias is in the weights: it chooses",
@@ -609,12 +621,11 @@ SENTENCES = {
     "own_node_too": "own node needs nothing",
     "a_copy_for_each_rank": "one for each node was asked",
     "nothing_saved": "two experts on a node cost as much as one",
-    "mean_over_the_copies": "times too large",
+    "mean_over_the_copies": "times what it should be",
     "without_the_idea_all_gradients_alike": "mixes gradients of different experts",
     "experts_over_ep": "The ep group holds different experts",
     "cp_forgotten": "over cp as well",
     "cp_forgotten_in_the_divisor": "have tokens of their own",
-    "cp_forgotten_for_experts": "over cp as well",
     "all_ranks_average": "leaves tp out",
     "all_stages_average": "stays inside a stage",
     "others_over_edp": "Only experts have their copies there",
@@ -624,7 +635,7 @@ SENTENCES = {
     "rank_modulo_ep": "not rank % ep",
     "positions_and_not_ranks": "positions on the ep axis",
     "in_the_order_of_ranks": "in another order",
-    "ep_beside_dp": "ep is taken out of dp",
+    "ep_beside_dp": "no factor beside dp",
     "mean_over_tp_too": "tp and pp ranks work on the same tokens",
     "split_over_dp": "experts / ep",
 }

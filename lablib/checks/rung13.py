@@ -6,14 +6,14 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lablib.calc.layouts import Mesh, mesh
-from lablib.calc.parallel import expert_capacity, expert_groups, routed_bytes
+from lablib.calc.layouts import Mesh
+from lablib.calc.parallel import expert_capacity, routed_bytes
 from lablib.checks.judging import (
     Row,
     Slip,
@@ -507,65 +507,77 @@ def _explain_bytes(key: str, got: float, right: float, case: tuple[int, ...]) ->
 
 # --- experts on a mesh --------------------------------------------------------------------------------------
 
+#: Ranks along every axis of a grid, the fastest axis first.
 Sizes = Mapping[str, int]
 
 _PLACES = ("holds", "sends_to", "expert", "other")
-_AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 class _Place:
     """What is right for one rank."""
 
-    def __init__(self, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
-        self.mesh: Mesh = mesh(**sizes, order=tuple(sizes))
-        self.at = self.mesh.coordinates(rank)
-        self.ep_group = self.mesh.group(rank, "ep")
-        each = experts // sizes["ep"]
-        mine = self.at["ep"]
-        self.holds = list(range(mine * each, (mine + 1) * each))
+    def __init__(self, rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]) -> None:
+        self.attention, self.folded = (Mesh(tuple(grid.values()), tuple(grid)) for grid in (attention, folded))
+        self.at = self.folded.coordinates(rank)["ep"]
+        self.ep_group = self.folded.group(rank, "ep")
+        each = experts // folded["ep"]
+        self.holds = list(range(self.at * each, (self.at + 1) * each))
         self.sends_to = [self.ep_group[expert // each] for expert in chosen]
         self.places = {"holds": self.holds, "sends_to": self.sends_to}
-        self.other = self.mesh.group(rank, "dp", "cp")
-        self.expert = self.mesh.group(rank, "edp" if sizes["ep"] > 1 else "dp", "cp")
+        self.other = self.attention.group(rank, "dp", "cp")
+        self.expert = self.folded.group(rank, "edp")
         #: Each rank's loss is a mean over its own tokens, and the loss of the step is the mean of those.
-        self.divisor = sizes["dp"] * sizes["cp"]
+        self.divisor = attention["dp"] * attention["cp"]
 
 
 @check(
-    idea="An expert has a copy in each group of ep ranks, and its gradient on one rank comes from the tokens of all of that "
-    "group.",
+    idea="A rank has a place on two grids, and an expert's gradient on one rank comes from the tokens of all ranks that sent "
+    "it some.",
     section="Gradients: edp for experts, dp x cp for the rest, one divisor for both",
-    line="Sum an expert's gradient over the dp/ep times cp ranks that hold it, any other over dp times cp ranks, and divide "
-    "both by dp times cp.",
+    line="Sum an expert's gradient over the edp ranks of the experts' grid, any other over the dp times cp ranks of "
+    "attention's, and divide both by dp times cp.",
 )
 def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> str:
-    """Judge `place_experts(rank, sizes, experts, chosen)` on eight ranks first, then on drawn meshes."""
+    """Judge `place_experts(rank, attention, folded, experts, chosen)` on eight ranks first, then on drawn grids."""
     dice = random.Random(seed)
-    eight = {"tp": 1, "cp": 1, "ep": 4, "dp": 8, "pp": 1}
-    meshes = [eight, {"tp": 2, "cp": 1, "ep": 2, "dp": 4, "pp": 2}, {"tp": 1, "cp": 2, "ep": 2, "dp": 4, "pp": 2}]
-    meshes += [{"tp": 1, "cp": 1, "ep": 1, "dp": 4, "pp": 1}, {"tp": 1, "cp": 1, "ep": 4, "dp": 4, "pp": 2}]
-    while len(meshes) < 16:
-        ep = dice.choice((1, 2, 2, 3, 4))
-        drawn = {"tp": dice.choice((1, 2, 3)), "cp": dice.choice((1, 2)), "ep": ep, "pp": dice.choice((1, 2, 3))}
-        drawn["dp"] = ep * dice.choice((1, 2, 3))
-        order = _AXES if dice.random() < 0.5 else tuple(dice.sample(_AXES, len(_AXES)))
-        if math.prod(size for axis, size in drawn.items() if axis != "ep") <= 200:
-            meshes.append({axis: drawn[axis] for axis in order})
-    for sizes in meshes:
-        experts = sizes["ep"] * (2 if sizes is eight else dice.choice((1, 2, 4)))
-        ranks = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    grids = [({"tp": 1, "cp": 1, "dp": 8, "pp": 1}, {"etp": 1, "ep": 4, "edp": 2, "pp": 1})]
+    grids += [
+        _grids(*sizes) for sizes in ((2, 1, 4, 2, 2, 2), (1, 2, 4, 2, 1, 4), (2, 2, 2, 1, 1, 8), (1, 1, 4, 1, 1, 1))
+    ]
+    while len(grids) < 16:
+        tp, cp, dp, pp = (dice.choice(sizes) for sizes in ((1, 2, 3), (1, 2), (1, 2, 3, 4, 6), (1, 2, 3)))
+        etp = dice.choice((1, tp))
+        ep = dice.choice([size for size in range(1, 13) if tp * cp * dp // etp % size == 0])
+        drawn = _grids(tp, cp, dp, pp, etp, ep)
+        if dice.random() < 0.5:  # pp stays where it is, first or last, so that both grids cover the same stages
+            drawn = tuple({axis: grid[axis] for axis in (*dice.sample(list(grid)[:3], 3), "pp")} for grid in drawn)
+        if dice.random() < 0.3:
+            drawn = tuple({"pp": pp} | grid for grid in drawn)
+        grids.append(drawn)
+    for attention, folded in grids:
+        experts = folded["ep"] * (2 if attention is grids[0][0] else dice.choice((1, 2, 4)))
+        ranks = math.prod(attention.values())
         chosen = sorted(range(experts), key=lambda _: dice.random())[: min(experts, 4)]
-        if sizes is eight:
+        if attention is grids[0][0]:
             chosen = [5, 0, 3]  # on ranks 2, 0, 1 of a group; dealt out in turns it would be 1, 0, 3
         # The last ones first: on rank 0 a position of a group and its rank are often one number.
         for rank in sorted(dice.sample(range(ranks), min(ranks, 6)), reverse=True):
-            _judge_place(answer(rank, dict(sizes), experts, list(chosen)), rank, sizes, experts, chosen)
-    return f"{len(meshes)} meshes: where experts live, who gets which token, and which ranks average what."
+            got = answer(rank, dict(attention), dict(folded), experts, list(chosen))
+            _judge_place(got, rank, attention, folded, experts, chosen)
+    return f"{len(grids)} pairs of grids: where experts live, who gets which token, and which ranks average what."
 
 
-def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]) -> None:
-    right = _Place(rank, sizes, experts, chosen)
-    case = f"rank {rank} of {'-'.join(f'{axis}{size}' for axis, size in sizes.items())}, {experts} experts"
+def _grids(tp: int, cp: int, dp: int, pp: int, etp: int, ep: int) -> tuple[dict[str, int], dict[str, int]]:
+    edp = tp * cp * dp // (etp * ep)
+    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
+
+
+def _judge_place(
+    got: Any, rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]
+) -> None:  # fmt: skip
+    right = _Place(rank, attention, folded, experts, chosen)
+    told = " and ".join("-".join(f"{axis}{size}" for axis, size in grid.items()) for grid in (attention, folded))
+    case = f"rank {rank} of {told}, {experts} experts"
     got = by_name(got, *_PLACES)
     holds, sends_to = got["holds"], got["sends_to"]
     if isinstance(holds, slice):
@@ -573,43 +585,41 @@ def _judge_place(got: Any, rank: int, sizes: Sizes, experts: int, chosen: Sequen
     if isinstance(sends_to, Mapping) and set(chosen) <= set(sends_to):
         sends_to = [sends_to[expert] for expert in chosen]
     found = {"holds": _whole_list(holds, "`holds`"), "sends_to": _whole_list(sends_to, "`sends_to`")}
-    copies = got["expert"][0] if isinstance(got["expert"], tuple | list) and got["expert"] else []
-    copies = sorted(_whole_list(copies, "`expert`")) if hasattr(copies, "__iter__") else []
+    copies, alike = (_ranks_of(got[name]) for name in ("expert", "other"))
     mine, true = (found | {"holds": sorted(found["holds"])}, copies), (right.places, right.expert)
-    others = [
-        _Place(rank, {axis: sizes[axis] for axis in order}, experts, chosen) for order in (tuple(sizes)[::-1], _AXES)
-    ]
+    usual = _grids(*(attention[axis] for axis in ("tp", "cp", "dp", "pp")), folded["etp"], folded["ep"])
+    turned = tuple(dict(reversed(grid.items())) for grid in (attention, folded))
+    others = [_Place(rank, *grids, experts, chosen) for grids in (usual, turned)]
     refuse(
         case,
-        ("The axes are taken in another order here: `sizes` has them in theirs on the mesh, the fastest first, "
-         f"{', '.join(sizes)}", any(mine == (other.places, other.expert) != true for other in others)),
-        ("These are groups of folded experts, whose axis goes over the ranks of tp or cp too: here ep is taken out of dp "
-         "alone, so that tp and cp cut experts as they cut attention",
-         any(found == folded != right.places and copies == group
-             for folded, group in _folded(rank, sizes, experts, chosen))),
+        ("The axes are taken in another order here: each grid has them in its own, the fastest first, "
+         f"{', '.join(attention)} and {', '.join(folded)}", any(mine == (o.places, o.expert) and (mine != true or alike == o.other != right.other) for o in others)),
+        ("Here ep is taken out of dp alone, so that an expert is cut as attention is: the second grid has it over all ranks "
+         "of a stage, those of tp and cp too", found == _out_of_dp(rank, attention, folded, experts, chosen) != right.places),
     )  # fmt: skip
-    _judge_holds(found["holds"], right, rank, sizes, experts, case)
-    _judge_sends(found["sends_to"], right, rank, sizes, experts, chosen, case)
+    _judge_holds(found["holds"], right, rank, folded["ep"], experts, case)
+    _judge_sends(found["sends_to"], right, rank, folded["ep"], experts, chosen, case)
     for name in ("other", "expert"):
-        _judge_average(name, got[name], right, rank, sizes, case)
+        _judge_average(name, got[name], right, rank, case)
 
 
-def _folded(
-    rank: int, sizes: Sizes, experts: int, chosen: Sequence[int]
-) -> Iterator[tuple[dict[str, list[int]], list[int]]]:
-    """Yield what is right where experts are folded over all ranks of a stage, whole or split as attention is.
+def _ranks_of(average: Any) -> list[int]:
+    """Return the ranks of what may be a pair of ranks and a divisor."""
+    ranks = average[0] if isinstance(average, tuple | list) and average else []
+    return sorted(_whole_list(ranks, "A sum")) if hasattr(ranks, "__iter__") else []
 
-    Yields:
-        What a rank holds and sends to, and the ranks that hold the same experts.
-    """
-    each = experts // sizes["ep"]
-    for etp in {1, sizes["tp"]} if tuple(sizes) == _AXES else ():
-        if sizes["tp"] * sizes["cp"] * sizes["dp"] % (etp * sizes["ep"]) == 0:
-            groups = expert_groups(**sizes, etp=etp)
-            group, copies = (next(each for each in groups[axis] if rank in each) for axis in ("ep", "edp"))
-            first = group.index(rank) * each
-            sends_to = [group[expert // each] for expert in chosen]
-            yield {"holds": list(range(first, first + each)), "sends_to": sends_to}, copies
+
+def _out_of_dp(
+    rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]
+) -> dict[str, list[int]] | None:
+    """Return where experts live if dp is split into ep and copies, in the place that it has among attention's axes."""
+    ep = folded["ep"]
+    if attention["dp"] % ep:
+        return None
+    split = {}
+    for axis, size in attention.items():
+        split |= {"ep": ep, "edp": size // ep} if axis == "dp" else {axis: size}
+    return _Place(rank, attention, split, experts, chosen).places
 
 
 def _whole_list(values: Any, what: str) -> list[int]:
@@ -617,8 +627,8 @@ def _whole_list(values: Any, what: str) -> list[int]:
     return [whole(each, f"A number in {what}") for each in numbers(values, what)]
 
 
-def _judge_holds(found: list[int], right: _Place, rank: int, sizes: Sizes, experts: int, case: str) -> None:
-    ep, each, mine = sizes["ep"], len(right.holds), right.at["ep"]
+def _judge_holds(found: list[int], right: _Place, rank: int, ep: int, experts: int, case: str) -> None:
+    each, mine = len(right.holds), right.at
     slips = [
         (f"A rank holds {each} of the experts, one part in ep={ep}, and not all of them", list(range(experts))),
         (f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones", list(range(mine, experts, ep))),
@@ -638,17 +648,15 @@ def _judge_holds(found: list[int], right: _Place, rank: int, sizes: Sizes, exper
 
 
 def _stride(right: _Place) -> str:
-    if "edp" not in right.mesh.order:
-        return "there is one position only"
-    return f"neighbours on that axis are {right.mesh.strides['ep']} ranks apart, with dp/ep in the place of dp"
+    return f"neighbours on that axis are {right.folded.strides['ep']} ranks apart"
 
 
 def _judge_sends(
-    found: list[int], right: _Place, rank: int, sizes: Sizes, experts: int, chosen: Sequence[int], case: str
+    found: list[int], right: _Place, rank: int, ep: int, experts: int, chosen: Sequence[int], case: str
 ) -> None:
     if found == right.sends_to:
         return
-    each, first = experts // sizes["ep"], rank // sizes["ep"] * sizes["ep"]
+    each, first = experts // ep, rank // ep * ep
     outside = [target for target in found if target not in right.ep_group]
     missed = [(expert, to) for expert, to, given in zip(chosen, right.sends_to, found, strict=False) if to != given]
     refuse(
@@ -659,14 +667,14 @@ def _judge_sends(
         (f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)}",
          found == [first + expert // each for expert in chosen]),
         (f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each}",
-         found == [right.ep_group[expert % sizes["ep"]] for expert in chosen]),
+         found == [right.ep_group[expert % ep] for expert in chosen]),
         (f"`sends_to` is in another order than the chosen experts {list(chosen)}", sorted(found) == sorted(right.sends_to)),
         (lambda: f"Tokens travel inside the rank's ep group {right.ep_group}, and rank {outside[0]} is not in it", outside),
         (lambda: "Expert {} lives on rank {} of this ep group".format(*missed[0]), True),
     )  # fmt: skip
 
 
-def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes, case: str) -> None:
+def _judge_average(name: str, given: Any, right: _Place, rank: int, case: str) -> None:
     what = {"expert": "an expert's gradient", "other": "any other gradient"}[name]
     group = list(given) if isinstance(given, tuple | list) else []
     if len(group) != 2 or not hasattr(group[0], "__iter__"):
@@ -674,49 +682,47 @@ def _judge_average(name: str, given: Any, right: _Place, rank: int, sizes: Sizes
     ranks, divisor = sorted(_whole_list(group[0], f"`{name}`")), whole(group[1], f"The divisor of `{name}`")
     truth = getattr(right, name)
     if ranks != truth:
-        _explain_group(name, ranks, right, rank, sizes, case)
+        _explain_group(name, ranks, right, rank, case)
     if divisor == right.divisor:
         return
+    sizes = {axis: right.attention.size(axis) for axis in right.attention.order}
     both = f"dp · cp = {right.divisor}"
     refuse(
         case,
-        (f"Divided by {divisor}, the ranks of its group, an expert's gradient is ep={sizes['ep']} times too large: on one "
-         f"rank it is already a sum over the tokens of {sizes['ep']} ranks, so divide by {both}",
+        (f"Divided by {divisor}, the ranks of its group, an expert's gradient is {right.divisor / len(truth):g} times what it "
+         f"should be: their copies together have seen the tokens of {both} losses, so divide by that",
          name == "expert" and divisor == len(truth)),
         (f"The cp ranks have tokens of their own: divide by {both}", divisor == sizes["dp"]),
         (f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both}", divisor == 1),
         (f"tp and pp ranks work on the same tokens: of the losses {both} are averaged",
-         divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.mesh.ranks)),
+         divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.attention.ranks)),
         (f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor}", True),
     )  # fmt: skip
 
 
-def _explain_group(name: str, found: list[int], right: _Place, rank: int, sizes: Sizes, case: str) -> NoReturn:
-    grid, truth = right.mesh, getattr(right, name)
-    expert, split = name == "expert", sizes["ep"] > 1
+def _explain_group(name: str, found: list[int], right: _Place, rank: int, case: str) -> NoReturn:
+    truth, expert = getattr(right, name), name == "expert"
+    grid, told, split = (right.folded, "edp", "etp") if expert else (right.attention, "dp and cp", "tp")
+    at = grid.coordinates(rank)
 
     def outside(axis: str) -> bool:
-        return any(grid.coordinates(each)[axis] != right.at[axis] for each in found if 0 <= each < grid.ranks)
+        return any(grid.coordinates(each)[axis] != at[axis] for each in found if 0 <= each < grid.ranks)
 
-    ep_groups = (right.ep_group, grid.group(rank, "ep", "cp")) if split else ()
-    edp_groups = (right.expert, grid.group(rank, "edp")) if split else ()
-    told = "dp/ep and cp" if expert else "dp and cp"
     refuse(
         case,
         (f"`{name}` names a rank twice, and its gradient would be counted twice", len(set(found)) < len(found)),
-        (f"There are tp · cp · pp · dp = {grid.ranks} ranks, counted from 0: ep is taken out of dp, so that dp/ep stands in "
-         "the place of dp", max(found, default=0) >= grid.ranks),
+        (f"There are tp · cp · dp · pp = {grid.ranks} ranks, counted from 0: both grids cover the same ones, and ep is no "
+         "factor beside dp", max(found, default=0) >= grid.ranks),
         (f"Rank {rank} is in its own groups, and missing from `{name}`", rank not in found),
-        (f"The cp ranks hold the same weights and see other tokens: `{name}` is over cp as well",
-         sizes["cp"] > 1 and found == grid.group(rank, "edp" if expert and split else "dp")),
-        (f"This mixes gradients of different experts: over dp · cp ranks lie {sizes['ep']} parts of the experts, and only "
-         f"{truth} hold these", split and expert and found == right.other),
-        ("The ep group holds different experts, and their gradients have nothing in common: the copies of an expert are on "
-         f"{truth}", expert and found in ep_groups),
-        ("Only experts have their copies there: any other weight is on every dp and cp rank, also on those that hold other "
-         "experts", not expert and found in edp_groups),
-        ("The ep group is a part of dp · cp, which have other weights", not expert and found in ep_groups),
+        ("The cp ranks hold the same weights and see other tokens: `other` is over cp as well",
+         not expert and found == right.attention.group(rank, "dp")),
+        (f"This mixes gradients of different experts: only {truth} hold these", expert and found == right.other),
+        (f"The ep group holds different experts, and their gradients have nothing in common: the copies of an expert are on "
+         f"{truth}", expert and found == right.ep_group),
+        (f"Only experts have their copies there: any other weight is alike on {truth}",
+         not expert and found in (right.expert, right.ep_group)),
         (f"Ranks of other stages hold other layers: `{name}` stays inside a stage", lambda: outside("pp")),
-        (f"Ranks at another position on tp hold another part of each matrix: `{name}` leaves tp out", lambda: outside("tp")),
+        (f"Ranks at another position on {split} hold another part of each matrix: `{name}` leaves {split} out",
+         lambda: outside(split)),
         (f"`{name}` is over {some(truth)}, the ranks that differ in {told} only, not over {some(found)}", True),
     )  # fmt: skip

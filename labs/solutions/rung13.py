@@ -47,29 +47,25 @@ def expert_bytes(tokens, size, experts, k, ep, per_node):
     }
 
 
-def place_experts(rank, sizes, experts, chosen):
-    """Coordinates on the mesh, where dp's place has dp / ep copies."""
-    ep, dp, cp = sizes["ep"], sizes["dp"], sizes["cp"]
-    grid = sizes | {"dp": dp // ep}
-    stride, strides = 1, {}
-    for axis, size in grid.items():
-        strides[axis] = stride
-        stride *= size
-    at = {axis: rank // strides[axis] % grid[axis] for axis in grid}
+def place_experts(rank, attention, folded, experts, chosen):
+    """A rank has a place on attention's grid and one on the experts'."""
 
-    def group(*axes):
-        ranks = [rank]
-        for axis in axes:
-            first = [r - at[axis] * strides[axis] for r in ranks]
-            steps = range(grid[axis])
-            ranks = [r + i * strides[axis] for r in first for i in steps]
+    def group(grid, *axes):
+        ranks, stride = [rank], 1
+        for axis, size in grid.items():
+            if axis in axes:
+                first = [r - rank // stride % size * stride for r in ranks]
+                steps = range(size)
+                ranks = [r + i * stride for r in first for i in steps]
+            stride *= size
         return sorted(ranks)
 
-    each = experts // ep
-    mine = at["ep"] * each
+    each, sharers = experts // folded["ep"], group(folded, "ep")
+    mine = sharers.index(rank) * each
+    losses = attention["dp"] * attention["cp"]
     return {
         "holds": range(mine, mine + each),
-        "sends_to": [group("ep")[expert // each] for expert in chosen],
-        "expert": (group("dp", "cp"), dp * cp),
-        "other": (group("ep", "dp", "cp"), dp * cp),
+        "sends_to": [sharers[expert // each] for expert in chosen],
+        "expert": (group(folded, "edp"), losses),
+        "other": (group(attention, "dp", "cp"), losses),
     }
