@@ -126,10 +126,6 @@ FIGURES = {
         {"patches": [2 * 2 + 4 + 6, 2 * 2 + 4 + 2], "texts": {"A", "D", "A and B get"},
          "titles": ["rank 0: 6 copies to compute", "rank 1: 2 copies to compute"]},
     ),
-    "parameter_shares": (
-        lambda: mixture.parameter_shares({"one": (1, 2, 7, "10B"), "two": (1, 1, 2, "4B")}),
-        {"widths": [10, 25, 20, 25, 70, 50], "texts": {"10B", "4B"}, "rows": ["one", "two"]},
-    ),
     "bytes_by_degree": (
         lambda: mixture.bytes_by_degree([2, 4], {"far": {"a": [0, 1], "b": [0, 2]}, "near": {"a": [3, 4]}}, ylabel="MB"),
         {"y": [[0, 1], [0, 2], [3, 4]], "titles": ["far", "near"], "legend": ["a", "b"], "labels": {"MB"}},

@@ -57,6 +57,7 @@ from lablib.calc.parallel.degrees import (
     check_schedule,
     check_sequence,
     check_shard,
+    largest_imbalance,
     sequence_step,
 )
 from lablib.calc.parallel.experts import (
@@ -158,6 +159,7 @@ __all__ = [
     "gathered_timeline",
     "held_params",
     "imbalance",
+    "largest_imbalance",
     "layer_collectives",
     "layer_elements",
     "layer_times",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, HATCHES, cell, doubling_axis, figure, name_rows, plot_lines, with_legend
+from lablib.view.style import COLORS, cell, doubling_axis, figure, plot_lines, with_legend
 
 #: One colour for each expert; the letters say the same for readers who see no hue.
 _EXPERTS = (COLORS["weights"], COLORS["gradients"], COLORS["optimizer"], COLORS["activations"])
@@ -50,31 +50,6 @@ def route_by_hand(chosen: Sequence[Sequence[int]], *, ranks: int, experts: int) 
         ax.set(xlim=(-2.6, wide), ylim=(-0.1, 6.1))
         ax.axis("off")
     return fig
-
-
-def parameter_shares(models: Mapping[str, tuple[float, float, float, str]]) -> Figure:
-    """Draw each model's parameters as one bar: what every token visits, the chosen experts, and the experts it skips.
-
-    Args:
-        models: Name to the three parts, and the text at the end of the bar.
-    """
-    parts = (
-        ("attention and all else", "weights", None),
-        ("experts of a token", "gradients", None),
-        ("experts that it skips", "idle", HATCHES["idle"]),
-    )
-    fig, ax = figure(height=1.2 + 0.42 * len(models))
-    rows, left = range(len(models)), [0.0] * len(models)
-    for i, (name, role, hatch) in enumerate(parts):
-        widths = [100 * values[i] / sum(values[:3]) for values in models.values()]
-        ax.barh(rows, widths, 0.66, left=left, color=COLORS[role], hatch=hatch, edgecolor="white", label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for row, (*_, text) in enumerate(models.values()):
-        ax.text(101.5, row, text, va="center", fontsize=9)
-    name_rows(ax, models)
-    ax.set(xlim=(0, 128), xlabel="share of all parameters (%)")
-    ax.set_xticks([0, 25, 50, 75, 100])
-    return with_legend(fig, 2)
 
 
 def bytes_by_degree(
