@@ -2,6 +2,7 @@
 
 import functools
 import re
+from math import comb
 from urllib.parse import urlparse
 
 import pytest
@@ -72,6 +73,14 @@ SHARES = {
     "11_practical_fsdp": {"same memory and": (70, 125), "… of … are": (148, 419)},
     "12_context_parallelism": {
         "ms of compute:": (2 * 2 * 128 * S * 15 / 16 / 50e9, LAYER_405B / 128 / (0.4 * 989.4e12)),
+    },
+    "13_expert_parallelism": {
+        # One expert of width 2,048; dispatch and combine, there and back, of 7,168 bf16 values to each other node of
+        # those four of eight in which one of eight choices lies.
+        "The shared expert covers": (
+            18 * 7168 * 2048 / (0.4 * 989.4e12),
+            4 * 4 * (1 - comb(96, 8) / comb(128, 8)) * 7 / 8 * 7168 * 2 / 50e9,
+        ),
     },
 }  # fmt: skip
 
