@@ -369,7 +369,7 @@ class choose_split:
     ulysses_needs_chunks = _even(lambda seq, keys, tp, cp: {"ulysses": seq % (2 * cp) == keys // tp % cp == 0})
     always_two_chunks = _even(lambda seq, keys, tp, cp: dict.fromkeys(("ring", "gathered"), seq % (2 * cp) == 0))
     ulysses_forgets_the_parts = _even(lambda seq, keys, tp, cp: {"ulysses": keys // tp % cp == 0})
-    any_parts_without_a_mask = lambda **job: _choose(**job, even={} if job["causal"] else {"ring": True, "gathered": True})
+    any_parts_without_a_mask = lambda **job: _choose(**job, even={} if job["causal"] else dict.fromkeys(WAYS, True))
     never_two_chunks = lambda **job: _choose(**job, even={"ring": True, "gathered": True})
     forgets_the_room = lambda **job: _choose(**job | {"room": 2**60})
     one_block_for_a_ring = _needing(ring=lambda keys, queries, cp: keys)
