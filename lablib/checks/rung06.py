@@ -510,7 +510,7 @@ class Situation:
         found = [[each] if isinstance(each, str) else numbers(each, "A unit") for each in numbers(units, "`units`")]
         order = {name: place for place, name in enumerate(self.parts)}
         names = [name for unit in found for name in unit]
-        if strangers := [name for name in names if name not in order]:
+        if strangers := [name for name in names if name not in [*order]]:
             raise Wrong(f"{strangers[0]!r} is no part of the model; those are {', '.join(list(order)[:3])}, ...")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
