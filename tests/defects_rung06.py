@@ -351,6 +351,7 @@ class choose_wrapping:
     def modules_that_it_has_not(parts, tied, budget, price):
         return {"units": [[f"blocks.{i}"] for i in range(2)], "reshard": True}
 
+    a_list_too_deep = lambda parts, tied, budget, price: {"units": [[["embed"]]], "reshard": True}
     the_price_itself = lambda parts, tied, budget, price: price([], True)
 
     def tries_for_ever(parts, tied, budget, price):
@@ -426,6 +427,7 @@ SENTENCES = {
     "least_memory": "waits for the latency", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
+    "a_list_too_deep": "no part",
     "the_price_itself": "is True or False", "tries_for_ever": "tried",
     "root_not_gathered": "The root is gathered too", "root_kept_over_micro_batches": "from forward to backward only",
     "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
