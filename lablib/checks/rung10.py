@@ -385,7 +385,7 @@ def _by_host(
     "number divided by the ranks of a host is another one.",
 )
 def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -> str:
-    """Judge `place(axes, ranks_per_host)` on a pair of hosts by hand, then on random axes and hosts."""
+    """Judge `place(axes, ranks_per_host)` on a few hosts by hand, then on random axes and hosts."""
     dice = random.Random(seed)
     cases: list[tuple[Axes, int]] = [
         ({"dp": (5, "all_reduce", 80e6), "tp": (3, "all_reduce", 500e6)}, 3),
