@@ -247,5 +247,7 @@ def test_a_page_shows_in_which_release_its_facts_were_read(page):
     (shown,) = (fold for fold in parsed(f"book/{page}").select("div.admonition.dropdown") if "was read" in fold.p.text)
     facts = [fact for fact in read_facts() if fact.page == page]
     short = load("_ext/framework_facts.py").short
-    assert {strong.text for strong in shown.select("strong")} == {f"{fact.project} {short(fact.version)}" for fact in facts}
+    assert {strong.text for strong in shown.select("strong")} == {
+        f"{fact.project} {short(fact.version)}" for fact in facts
+    }
     assert sorted(code.text for code in shown.select("li code")) == sorted(fact.file for fact in facts)
