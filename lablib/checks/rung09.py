@@ -264,6 +264,7 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     section="A checkpoint written out: autograd.Function and use_reentrant",
     line="Backward runs the block again with gradients enabled, on a detached input and under forward's random state, and "
     "then calls backward on the new output with the gradient that came in.",
+    lines=1_000,  # a right answer takes a hundred
 )
 def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
@@ -277,8 +278,7 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
     first, in_all = got["runs"]
     more = ": draw its random numbers as the block does, and leave the random state behind them" if dropout else ""
     owners = {"torch": "PyTorch's", "lablib": "the course's"}
-    tops = [function.__module__.partition(".")[0] for function in got["functions"]]
-    ready_made = [owners[top] for top in tops if top in owners]
+    ready_made = [owners[top] for made in got["functions"] if (top := made.__module__.partition(".")[0]) in owners]
     alike = _same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))
     refuse(
         "",
@@ -334,6 +334,7 @@ class _Chain(nn.Module):
     section="A policy in PyTorch: outputs that are saved",
     line="In a `context_fn`, make a policy that counts `aten.mm` and `aten.addmm`, forward's and a replay's apart, and answers "
     "MUST_SAVE for odd counts; return create_selective_checkpoint_contexts(policy).",
+    lines=3_000,
 )
 def every_second(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `every_second(block, x)` by bytes kept, products repeated and gradients, beside the block and the solution."""
@@ -653,8 +654,7 @@ def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> st
         finally:
             _asks = False
 
-    truth = lambda job: _said(_best(job))  # noqa: E731
-    compare(asked, [(job,) for job in cases], truth, _CHOICE_SLIPS, lambda job: job.words, read=_read)
+    compare(asked, [(job,) for job in cases], _answer(), _CHOICE_SLIPS, lambda job: job.words, read=_read)
     truths = [(job, _best(job)) for job in cases]
     late = sum(found is not None and moments(job, found["strategy"])[1] == found["peak"] for job, found in truths)
     kinds = sorted({(found or {"strategy": "none fits"})["strategy"].split(":")[0] for _, found in truths})
