@@ -414,10 +414,8 @@ class split_qkv:
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
-    def every_key_head_everywhere(*case):
-        """Twice: as copies on all ranks, whose gradients all ranks sum."""
-        _, num_kv_heads, head_dim, tp = case
-        return [(queries, range(num_kv_heads * head_dim), range(tp)) for queries, *_ in _even(*case)]
+    # Twice: as copies on all ranks, whose gradients all ranks sum.
+    every_key_head_everywhere = lambda *case: [(q, range(case[1] * case[2]), range(case[3])) for q, *_ in _even(*case)]
 
     def copies_in_the_wrong_order(num_heads, num_kv_heads, head_dim, tp):
         """Beyond the key heads rank r takes key head r modulo their number."""
@@ -453,18 +451,12 @@ class split_qkv:
 
     heads_for_rows = lambda num_heads, num_kv_heads, head_dim, tp: _even(num_heads, num_kv_heads, 1, tp)
 
-    def starts_and_stops(*case):
-        return [(*((rows[0], rows[-1] + 1) for rows in pair), ranks) for *pair, ranks in _even(*case)]
-
+    starts_and_stops = lambda *case: [(*((r[0], r[-1] + 1) for r in pair), over) for *pair, over in _even(*case)]
     keys_and_values_beside_the_queries = lambda *case: [(queries, keys, keys) for queries, keys, _ in _even(*case)]
-
-    def without_the_idea_no_copy_is_summed(*case):
-        """The rows are right: forward runs, and the copies drift apart."""
-        return [(queries, keys, [rank]) for rank, (queries, keys, _) in enumerate(_even(*case))]
-
-    def without_the_idea_every_rank_sums(*case):
-        """Takes the weights of a tensor-parallel group for replicas, as those of data parallelism."""
-        return [(queries, keys, range(case[-1])) for queries, keys, _ in _even(*case)]
+    # The rows are right: forward runs, and the copies drift apart.
+    without_the_idea_no_copy_is_summed = lambda *case: [(q, k, [rank]) for rank, (q, k, _) in enumerate(_even(*case))]
+    # Takes the weights of a tensor-parallel group for replicas, as those of data parallelism.
+    without_the_idea_every_rank_sums = lambda *case: [(q, k, range(case[-1])) for q, k, _ in _even(*case)]
 
     def without_the_idea_queries_are_summed_over_all_copies_but_mine(*case):
         """Counts the ranks of a sum by the number of query heads in a group."""

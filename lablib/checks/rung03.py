@@ -117,8 +117,7 @@ def enter_columns(answer: Callable[..., Tensor]) -> str:
     shape, tp = (_B, _S, _H), 3
     results = on_ranks(_in_group, 2 * tp, _through, answer, (shape, shape), True, False, True)[tp:]
     _passed_through(results, shape)
-    x, grads = _draw(10, shape)[0], _of_all(40, tp, shape)
-    total = sum(grads)
+    x, total = _draw(10, shape)[0], sum(grads := _of_all(40, tp, shape))
     for rank, got in enumerate(results):
         entered = got["grad"] - grads[rank]  # what comes back through the answer, where x also passes beside it
         refuse(
