@@ -25,6 +25,11 @@ def plain(words: str) -> str:
     return MARKED.sub(r"\\\1", words)
 
 
+def short(version: str) -> str:
+    """Return a release as a reader calls it: of a commit the first nine digits."""
+    return version[:9] if re.fullmatch(r"[0-9a-f]{40}", version) else version
+
+
 def folded(rows: list[dict]) -> str:
     """Return the rows of a page as a folded list in Markdown, a paragraph for each release."""
     rows = sorted(rows, key=lambda row: (row["project"], row["version"], row["date"]))
@@ -36,7 +41,7 @@ def folded(rows: list[dict]) -> str:
         "",
     ]
     for (project, version, date), group in groupby(rows, lambda row: (row["project"], row["version"], row["date"])):
-        lines += [f"**{project} {version}**, read on {date}:", ""]
+        lines += [f"**{project} {short(version)}**, read on {date}:", ""]
         lines += [f"- “{plain(row['says'])}”: `{row['file']}`" for row in group]
         lines.append("")
     return "\n".join([*lines, "`python -m tests.evidence facts` looks all of it up again.", "````", ""])

@@ -28,12 +28,7 @@ class bytes_per_parameter:
     forgot_the_gradients = asked(right, gradients=())
     counted_one_gradient_buffer = asked(right, gradients=lambda gradients: gradients[:1])
     always_two_fp32_moments = asked(right, optimizer="adamw")
-
-    def forgot_the_scales(weights, gradients, master, optimizer):
-        if optimizer == "adamw-8bit":
-            return bytes_per_parameter.right(weights, gradients, master, "sgd") + 2
-        return bytes_per_parameter.right(weights, gradients, master, optimizer)
-
+    forgot_the_scales = told(right, lambda size, optimizer: size - 8 / 256 * (optimizer == "adamw-8bit"))
     no_master_copy_beside_fp32 = asked(right, master=lambda master, weights: master and weights != "fp32")
 
     def moments_in_the_dtype_of_the_weights(weights, gradients, master, optimizer):
@@ -41,11 +36,16 @@ class bytes_per_parameter:
         moments = MOMENTS[optimizer] if optimizer == "adamw-8bit" else moments
         return bytes_per_parameter.right(weights, gradients, master, "sgd") + moments
 
-    forgot_the_master_copy_and_the_scales = asked(forgot_the_scales, master=False)
+    forgot_the_master_copy_and_the_scales = told(
+        right, lambda size, master, optimizer: size - 4 * master - 8 / 256 * (optimizer == "adamw-8bit")
+    )
     two_mistakes = asked(right, gradients=lambda gradients: gradients[:1], master=False, optimizer="adamw")
     gradients_always_fp32 = asked(right, gradients=lambda gradients: ["fp32"] * len(gradients))
     always_sixteen = lambda weights, gradients, master, optimizer: 16
     weights_always_bf16 = asked(right, weights="bf16")
+    gradients_always_bf16 = asked(right, gradients=lambda gradients: ["bf16"] * len(gradients))
+    adamw_is_sixteen = told(right, lambda size, optimizer: 16 if optimizer == "adamw" else size)
+    with_the_roots_of_the_step = told(right, lambda size, optimizer: size + 4 * ("adamw" in optimizer))
 
     def right_2(weights, gradients, master, optimizer):
         """In bits, with numpy, and divided at the end."""
@@ -82,6 +82,12 @@ class fits:
         gigabytes = (2 / weights_by + 2 / gradients_by + 12 / optimizer_by) * params / 1e9
         return gigabytes, gigabytes <= capacity_gib * 1.073741824
 
+    stage_3_holds_what_it_gathers = told(
+        right, lambda found, params, strategy: (found[0] + 2e-9 * params * (strategy == "zero-3"), found[1])
+    )
+    forgot_what_is_kept = told(
+        right, lambda found, params, gpus, strategy: (params * ((0, 12, 14, 16)[_STAGES[strategy]] / gpus or 16) / 1e9, 0)
+    )  # fmt: skip
     eight_bytes_of_optimizer = _sharding(12, (0, 8, 10, 12))
     gradients_of_four_bytes = _sharding(18, (0, 12, 16, 18))
     gib_for_gb = told(right, lambda found: (found[0] * 1e9 / 2**30, found[1]))
@@ -138,10 +144,8 @@ class block_activations:
     scores_the_other_way_round = asked(
         right, attention=lambda attention: {"plain": "fused", "fused": "plain"}[attention]
     )
-
-    def softmax_output_alone(seq, batch, hidden, heads, attention, recompute):
-        kept = block_activations.right(seq, batch, hidden, heads, attention, recompute)
-        return kept - 3 * heads * seq * seq * batch * (attention == "plain" and recompute == "none")
+    softmax_output_alone = told(right, lambda kept, seq, batch, heads, attention, recompute:
+                                kept - 3 * heads * seq * seq * batch * (attention == "plain" and recompute == "none"))  # fmt: skip
 
     def right_2(seq, batch, hidden, heads, attention, recompute):
         """As PyTorch keeps it: statistics of norms and of softmax too."""
@@ -223,6 +227,9 @@ class run_memory:
         right, lambda memory, shape: memory | {"activations": memory["activations"] // shape["layers"]}
     )
     run_without_embeddings = asked(right, shape=lambda shape: shape | {"vocab": 0})
+    run_of_12_h_squared = told(
+        right, lambda memory, shape: memory | {"parameters": 12 * shape["layers"] * shape["hidden"] ** 2}
+    )
     run_with_an_untied_head = asked(right, shape=lambda shape: shape | {"tied": False})
     run_with_keys_for_every_head = asked(right, shape=lambda shape: shape | {"kv_heads": shape["heads"]})
 
@@ -269,11 +276,9 @@ class run_memory:
     run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
     run_with_16_bit_logits = told(right, lambda memory: memory | {"logits": memory["logits"] // 2})
 
-    def run_that_adds_everything(shape, optimizer, seq, batch, recompute, loss):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
-        terms = ("weights", "gradients", "optimizer", "activations", "logits")
-        return memory | {"peak": sum(memory[term] for term in terms)}
-
+    run_that_adds_everything = told(
+        right, lambda memory: memory | {"peak": sum(memory[t] for t in ("weights", "gradients", "optimizer", "activations", "logits"))}
+    )  # fmt: skip
     run_at_the_wrong_instant = told(right, lambda memory: memory | {"at": "step" if memory["at"] == "loss" else "loss"})
     run_without_roots = asked(right, optimizer=lambda optimizer: "adamw-fused" if optimizer == "adamw" else optimizer)
     run_that_keeps_nothing = told(
@@ -286,10 +291,10 @@ class run_memory:
         right, lambda memory: memory | {"peak": memory["peak"] - memory["optimizer"] * (memory["at"] == "at the loss")}
     )
 
-    def run_with_four_tensors_of_the_mlp(shape, optimizer, seq, batch, recompute, loss):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
-        fourth = 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")
-        return memory | {"activations": memory["activations"] + fourth}
+    run_with_four_tensors_of_the_mlp = told(
+        right, lambda memory, shape, seq, batch, recompute: memory
+        | {"activations": memory["activations"] + 2 * seq * batch * shape["ffn"] * shape["layers"] * (recompute == "none")}
+    )  # fmt: skip
 
     def right_3(shape, optimizer, seq, batch, recompute, loss):
         """Takes the entries out of the dictionary, and loops over tensors."""
@@ -311,12 +316,7 @@ class run_memory:
         step += 4 * n if optimizer == "adamw" else 0
         return found | ({"peak": at_loss, "at": "loss"} if at_loss > step else {"peak": step, "at": "step"})
 
-    def run_in_gb(shape, optimizer, seq, batch, recompute, loss):
-        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
-        return {
-            term: memory[term] / (1e9 if term not in ("parameters", "at") else 1) for term in memory if term != "at"
-        } | {"at": memory["at"]}
-
+    run_in_gb = told(right, lambda memory: {t: v if t in ("parameters", "at") else v / 1e9 for t, v in memory.items()})
     run_summed_up = told(right, lambda memory: memory["peak"])
 
     def run_with_the_count_of_lablib(shape, optimizer, seq, batch, recompute, loss):
@@ -333,20 +333,20 @@ SENTENCES = {
     "run_with_logits_in_both_dtypes": "two gradients, all in fp32", "run_without_the_gradient_of_logits": "stands beside what",
     "without_the_idea_of_instants": "No instant holds all", "without_the_idea_a_rule_of_thumb": "at: say",
     "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
-    "no_master_copy_beside_fp32": "beside fp32 weights too",
-    "forgot_the_master_copy": "costs 4 bytes beside the working weights",
+    "no_master_copy_beside_fp32": "beside fp32 weights too", "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
-    "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
+    "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
+    "with_the_roots_of_the_step": "roots that AdamW's step makes", "forgot_what_is_kept": "a share of the rest",
+    "stage_3_holds_what_it_gathers": "unit by unit", "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "answered_in_bytes": "The number is in bytes", "stage_1_shards_the_moments_alone": "the master copy with the moments",
     "gradients_of_four_bytes": "Gradients are 16-bit here", "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
     "said_yes_in_words": "should be True or False", "pooled_the_cards": "not with that of all",
     "swapped_stages_one_and_two": "Stages shard in this order", "eight_bytes_of_optimizer": "12 bytes: the master copy",
     "scores_outside_the_bracket": "s b h multiplies", "no_scores": "an s by s matrix for every head",
-    "forgot_one_norm": "2sbh are missing", "masks_of_two_bytes": "1 byte a value, not 2",
+    "forgot_one_norm": "2sbh are missing", "masks_of_two_bytes": "1 byte a value, not 2, and a block's output",
     "softmax_output_alone": "three s by s tensors a head", "forgot_the_batch": "Every sequence",
-    "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary",
-    "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
-    "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "is not always fp32",
+    "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
+    "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "not always 4 bytes",
     "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case", "every_stage_is_stage_1": "Each stage divides more",
     "tensor_keeps_the_weights": "Tensor parallelism splits a matrix", "values_of_four_bytes": "and not 4",
     "scores_the_other_way_round": "the other way round", "run_with_16_bit_moments": "Moments are fp32",

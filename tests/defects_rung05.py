@@ -98,23 +98,17 @@ class zero2_step:
         reduce_scatter(mean, gradient)
         _update_and_gather(weights, mean, momentum, lr)
 
-    def averaged_twice(weights, gradient, momentum, lr):
-        _update_and_gather(weights, _mean_shard(gradient, momentum) / dist.get_world_size(), momentum, lr)
-
-    def no_all_gather(weights, gradient, momentum, lr):
-        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
-        _mine(weights).sub_(lr * momentum)
-
-    def local_gradient(weights, gradient, momentum, lr):
-        _update_and_gather(weights, _mine(gradient), momentum, lr)
+    averaged_twice = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m) / dist.get_world_size(), m, lr)
+    local_gradient = lambda w, g, m, lr: _update_and_gather(w, _mine(g), m, lr)
+    uphill = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m, -lr)
+    no_all_gather = lambda w, g, m, lr: _mine(w).sub_(lr * m.mul_(0.9).add_(_mean_shard(g, m)))
+    old_momentum_undamped = lambda w, g, m, lr: all_gather(w, _mine(w) - lr * m.add_(_mean_shard(g, m)))
+    damps_twice = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m.mul_(0.9), lr)
 
     def all_reduce_then_cut(weights, gradient, momentum, lr):
         gradient /= dist.get_world_size()
         dist.all_reduce(gradient)
         _update_and_gather(weights, _mine(gradient), momentum, lr)
-
-    def uphill(weights, gradient, momentum, lr):
-        _update_and_gather(weights, _mean_shard(gradient, momentum), momentum, -lr)
 
     def forgets_momentum(weights, gradient, momentum, lr):
         mine = _mine(weights)
@@ -146,13 +140,6 @@ class zero2_step:
         momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
         all_gather(weights, mine)
 
-    def old_momentum_undamped(weights, gradient, momentum, lr):
-        momentum.add_(_mean_shard(gradient, momentum))
-        all_gather(weights, _mine(weights) - lr * momentum)
-
-    def damps_twice(weights, gradient, momentum, lr):
-        _update_and_gather(weights, _mean_shard(gradient, momentum), momentum.mul_(0.9), lr)
-
     def gathers_all_gradients(weights, gradient, momentum, lr):
         full = gradient.new_empty(dist.get_world_size() * len(gradient))
         all_gather(full, gradient)
@@ -170,6 +157,15 @@ class zero2_step:
         full.mul_(0.9).add_(gradient)
         weights.sub_(lr * full)
         momentum.copy_(_mine(full))
+
+    def its_shard_of_momentum_kept_elsewhere(weights, gradient, momentum, lr):
+        _FULL["mine"] = 0.9 * _FULL.get("mine", 0) + _mean_shard(gradient, momentum)
+        all_gather(weights, _mine(weights) - lr * momentum.copy_(_FULL["mine"]))
+
+    def pickles_its_weights(weights, gradient, momentum, lr):
+        momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
+        dist.all_gather_object(parts := [None] * dist.get_world_size(), _mine(weights) - lr * momentum)
+        weights.copy_(torch.cat(parts))
 
     def all_reduce_that_sums_the_momentum_too(weights, gradient, momentum, lr):
         """Each rank adds its shard of the momentum: no byte too many, and every rank has the full mean."""
@@ -565,6 +561,8 @@ SENTENCES = {
     "moves_by_the_old_momentum": "update the momentum first",
     "learning_rate_in_the_momentum": "has the learning rate in it",
     "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",
+    "its_shard_of_momentum_kept_elsewhere": "a momentum that is kept elsewhere",
+    "pickles_its_weights": "or pickled",
     "old_momentum_undamped": "counts in full",
     "gathers_all_gradients": "whole gradients",
     "all_reduce_that_sums_the_momentum_too": "which stage 2 must not hold",

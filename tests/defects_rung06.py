@@ -10,21 +10,8 @@ from torch import nn
 from tests.planted import asked, listed
 
 
-def _count(
-    root,
-    units,
-    reshard,
-    micro_batches,
-    sync_every,
-    *,
-    root_passes=1,
-    freed_passes=2,
-    last_again=True,
-    gather_every=True,
-    scatters_each=1,
-    scatter_turns=None,
-    root_scatters=True,
-):
+def _count(root, units, reshard, micro_batches, sync_every, *, root_passes=1, freed_passes=2, last_again=True,
+           gather_every=True, scatters_each=1, scatter_turns=None, root_scatters=True):  # fmt: skip
     passes = freed_passes if reshard else 1
     skipped = 0 if last_again or not reshard or not units else 1
     turns = micro_batches if gather_every else 1
@@ -51,6 +38,11 @@ class count_collectives:
         counts = _count(root, units, reshard, micro_batches, sync_every)
         spared = micro_batches - 1
         return {**counts, "all_gathers": counts["all_gathers"] - spared, "gathered": counts["gathered"] - spared * root}
+
+    def kept_over_micro_batches(root, units, reshard, micro_batches, sync_every):
+        counts, spared = _count(root, units, reshard, micro_batches, sync_every), 0 if reshard else micro_batches - 1
+        gathers, gathered = counts["all_gathers"] - spared * len(units), counts["gathered"] - spared * sum(units)
+        return {**counts, "all_gathers": gathers, "gathered": gathered}
 
     def waits_for_an_empty_list(root, units, reshard, micro_batches, sync_every):
         total = 0
@@ -112,6 +104,7 @@ class units_by_size:
     with_the_first_of_a_tied_pair = lambda model, least: _close(model, _inside_out(model), least, ties=False)
     # Closes none of the two, and then adds both up in the module around them.
     a_tied_pair_counts_twice = lambda model, least: _close(model, _inside_out(model), least, twice=True)
+    least_is_in_bytes = lambda model, least: units_by_size.right(model, least // 4)
     outside_first = lambda model, least: list(reversed(units_by_size.right(model, least)))
     with_the_root = lambda model, least: [*units_by_size.right(model, least), ""]
 
@@ -211,23 +204,9 @@ def _close(model, modules, least, *, ties=True, twice=False):
     return units
 
 
-def _write(
-    disk,
-    rank,
-    ranks,
-    step,
-    state,
-    barrier,
-    *,
-    clear=True,
-    wait_after_clear=True,
-    wait=True,
-    writers=None,
-    content=None,
-    publishers=(0,),
-    forget_old=False,
-):
-    aside = f"tmp-{step}"
+def _write(disk, rank, ranks, step, state, barrier, *, folder="tmp", clear=True, wait_after_clear=True, wait=True,
+           writers=None, content=None, publishers=(0,), forget_old=False):  # fmt: skip
+    aside = f"{folder}-{step}"
     if clear and rank == 0:
         disk.remove(aside)
     if wait_after_clear:
@@ -250,12 +229,19 @@ class write_checkpoint:
 
     does_not_wait = lambda *args: _write(*args, wait=False)
     leaves_the_rest_of_a_crash = lambda *args: _write(*args, clear=False)
+    leaves_it_under_another_name = lambda *args: _write(*args, clear=False, folder=".step")
     clears_while_others_write = lambda *args: _write(*args, wait_after_clear=False)
     without_the_optimizer = asked(_write, content=lambda state, step: {"model": state["model"], "step": step})
     without_the_step = asked(_write, content=lambda state: dict(state))
     everybody_publishes = asked(_write, publishers=lambda ranks: range(ranks))
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
+
+    def clears_the_files_of_twice_as_many_ranks(disk, rank, ranks, step, state, barrier):
+        for other in range(rank, 2 * ranks, ranks):
+            disk.remove(f"tmp-{step}/rank-{other}")
+        barrier()
+        _write(disk, rank, ranks, step, state, barrier, clear=False)
 
     def right(disk, rank, ranks, step, state, barrier):
         """Second solution: a fresh folder name instead of clearing, and the last rank renames."""
@@ -365,6 +351,7 @@ class choose_wrapping:
     def modules_that_it_has_not(parts, tied, budget, price):
         return {"units": [[f"blocks.{i}"] for i in range(2)], "reshard": True}
 
+    a_list_too_deep = lambda parts, tied, budget, price: {"units": [[["embed"]]], "reshard": True}
     the_price_itself = lambda parts, tied, budget, price: price([], True)
 
     def tries_for_ever(parts, tied, budget, price):
@@ -423,6 +410,8 @@ SENTENCES = {
     "scatters_in_forward_too": "Gradients exist in backward only", "counts_inner_units_again": "do not count again",
     "leaves_only": "from the inside to the outside", "outside_first": "would take the inner parameters first",
     "with_the_root": "The root is a unit anyway", "lists_too": "has no forward", "in_place": "half written",
+    "leaves_it_under_another_name": "comes from a crashed job", "least_is_in_bytes": "fewer than",
+    "clears_the_files_of_twice_as_many_ranks": "comes from a crashed job", "kept_over_micro_batches": "freed after each backward",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
@@ -438,6 +427,7 @@ SENTENCES = {
     "least_memory": "waits for the latency", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
+    "a_list_too_deep": "no part",
     "the_price_itself": "is True or False", "tries_for_ever": "tried",
     "root_not_gathered": "The root is gathered too", "root_kept_over_micro_batches": "from forward to backward only",
     "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",

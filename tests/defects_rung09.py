@@ -17,40 +17,16 @@ from lablib.toys.recompute import checkpoint as course_checkpoint
 from tests.planted import listed
 
 
-def _block(
-    batch,
-    seq,
-    hidden,
-    heads,
-    kv_heads,
-    ffn,
-    gated,
-    dropout,
-    fused,
-    *,
-    mask=1,
-    norms=2,
-    inner=(2, 3),
-    statistics=4,
-    group=True,
-    after_dropout=2,
-    softmax=2,
-):
+def _block(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused, *, mask=1, group=True):
     n, pairs = batch * seq, heads * batch * seq * seq
     keys = hidden // heads * (kv_heads if group else heads)
-    kept = 2 * n * (norms * hidden + 3 * hidden + 2 * keys + hidden + inner[gated] * ffn)
-    kept += 2 * mask * n * hidden * dropout
-    if fused:
-        return kept + statistics * n * heads
-    return kept + pairs * (softmax + (mask + after_dropout) * dropout)
+    kept = 2 * n * (6 * hidden + 2 * keys + (2 + gated) * ffn) + 2 * mask * n * hidden * dropout
+    return kept + (4 * n * heads if fused else pairs * (2 + (mask + 2) * dropout))
 
 
 class block_bytes:
     masks_of_two_bytes = lambda *case: _block(*case, mask=2)
     masks_forgotten = lambda *case: _block(*case, mask=0)
-
-    def input_of_the_output_projection_forgotten(batch, seq, hidden, *rest):
-        return _block(batch, seq, hidden, *rest) - 2 * batch * seq * hidden
 
     every_query_its_own_keys = lambda *case: _block(*case, group=False)
     fused_keeps_scores = lambda *case: _block(*case[:8], False)
@@ -58,18 +34,17 @@ class block_bytes:
     def right(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
         """Second solution: a table of tensors, (values, bytes a value), summed."""
         n, kv = batch * seq, hidden * kv_heads // heads
-        table = [
-            ("input of norm 1", n * hidden, 2),
-            ("output of norm 1", n * hidden, 2),
-            ("q", n * hidden, 2),
-            ("k", n * kv, 2),
-            ("v", n * kv, 2),
-            ("attention output", n * hidden, 2),
-            ("input of norm 2", n * hidden, 2),
-            ("output of norm 2", n * hidden, 2),
-            ("input of the activation", n * ffn, 2),
-            ("input of the down projection", n * ffn, 2),
-        ]
+        streams = (
+            "input of norm 1",
+            "output of norm 1",
+            "q",
+            "attention output",
+            "input of norm 2",
+            "output of norm 2",
+        )
+        table = [(name, n * hidden, 2) for name in streams]
+        table += [("k", n * kv, 2), ("v", n * kv, 2), ("input of the activation", n * ffn, 2)]
+        table.append(("input of the down projection", n * ffn, 2))
         if gated:
             table.append(("up", n * ffn, 2))
         if dropout:
@@ -101,6 +76,7 @@ class block_bytes:
 
         return answer
 
+    input_of_the_output_projection_forgotten = _less(stream=1)
     v_forgotten = _less(v=1)
     k_and_v_forgotten = _less(v=2)
     a_mask_inside_of_fused_attention = _less(mask=-1)
@@ -121,6 +97,8 @@ class block_bytes:
     def weights_counted(b, s, h, a, kv, f, gated, *flags):
         return _block(b, s, h, a, kv, f, gated, *flags) + 2 * (2 * h * h + 2 * h * h * kv // a + (2 + gated) * h * f)
 
+    ffn_of_four_times_the_width = lambda *case: _block(*case[:5], 4 * case[2], *case[6:])
+    statistics_for_key_heads = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - case[4]) * case[8]
     heads_for_statistics_forgotten = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - 1) * case[8]
     counts_values_not_bytes = lambda *case: _block(*case) / 2
     shared_input_kept_three_times = lambda *case: _block(*case) + 4 * case[0] * case[1] * case[2]
@@ -309,7 +287,7 @@ class checkpoint:
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-def _policy(saved=PRODUCTS, *, also=(), each=True, **how):
+def _policy(saved=PRODUCTS, *, also=(), each=True, apart=False, kept=lambda number: number % 2, **how):
     """Build an answer with one idea changed."""
     counted = {}
 
@@ -318,9 +296,9 @@ def _policy(saved=PRODUCTS, *, also=(), each=True, **how):
             asked = {} if each else counted
 
             def policy(ctx, function, *args, **kwargs):
-                asked[ctx.is_recompute] = asked.get(ctx.is_recompute, 0) + (function in saved)
-                odd = asked[ctx.is_recompute] % 2 and function in saved
-                keep = odd or function in also
+                key = ctx.is_recompute, apart and function
+                asked[key] = asked.get(key, 0) + (function in saved)
+                keep = (kept(asked[key]) and function in saved) or function in also
                 return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
             return create_selective_checkpoint_contexts(policy)
@@ -340,6 +318,8 @@ class every_second:
     products_with_bias_forgotten = _policy(PRODUCTS[:1])
     activations_saved_too = _policy(also=[torch.ops.aten.tanh.default])
     other_masks = _policy(preserve_rng_state=False)
+    with_and_without_bias_counted_apart = _policy(apart=True)
+    without_the_idea_three_of_five = _policy(kept=lambda number: number <= 3)
     right = _policy()
 
     def right_2(block, x):
@@ -394,6 +374,16 @@ def _peak(of):
     return lambda job: _choose(job, peak=lambda *moments: of(job, *moments))
 
 
+def _first(of):
+    """Return an answer with another peak where the first blocks run again: `of(job, forward)`."""
+    return _peak(lambda job, kind, n, forward, replay: of(job, forward) if kind == "first" else max(forward, replay))
+
+
+def _pays(of):
+    """Return an answer that chooses right and says other FLOPs: `of(those of all blocks, what it chooses)`."""
+    return lambda job: (found := _choose(job)) and found | {"extra": of(job.layers * job.block_flops, found)}
+
+
 class choose:
     always_full = lambda job: _choose(job, leave=("none", "selective", "first"))
     never_selective = lambda job: _choose(job, leave=("selective",))
@@ -433,11 +423,10 @@ class choose:
 
         return _choose(job, peak=free)
 
-    # Adds the replay to the end of forward, as if the blocks behind it were still there.
-    all_kept_blocks_stay = _peak(
-        lambda job, kind, n, forward, replay: (
-            forward + job.block - job.boundary if kind == "first" else max(forward, replay)
-        )
+    # Adds the replay to the end of forward, as if the blocks behind it were still there, with the head and without.
+    all_kept_blocks_stay = _first(lambda job, forward: forward + job.block - job.boundary)
+    last_blocks_instead_of_the_first = _first(
+        lambda job, forward: forward + max(0, job.block - job.boundary - job.head)
     )
     behind_forgotten = _peak(
         lambda job, kind, n, forward, replay: max(forward, replay + job.behind * (kind == "selective"))
@@ -457,16 +446,9 @@ class choose:
 
         return _choose(job, peak=one)
 
-    def all_blocks_pay(job):
-        """Chooses right, and says the FLOPs of all blocks where some are replayed."""
-        found = _choose(job)
-        partly = found and found["strategy"].startswith("first")
-        return found | {"extra": job.layers * job.block_flops} if partly else found
-
-    def backward_counts_too(job):
-        """Counts the replay as forward and backward: three times its FLOPs."""
-        found = _choose(job)
-        return found and found | {"extra": 3 * found["extra"]}
+    all_blocks_pay = _pays(lambda all_blocks, found: all_blocks if found["strategy"][0] == "f" else found["extra"])
+    backward_counts_too = _pays(lambda all_blocks, found: 3 * found["extra"])
+    step_flops = _pays(lambda all_blocks, found: found["extra"] + 3 * all_blocks)
 
     def right(job):
         """Go through the choices from the cheapest to the most expensive, and stop at the first that fits."""
@@ -508,6 +490,12 @@ SENTENCES = {
     "products_with_bias_forgotten": "with bias (aten.addmm)",
     "activations_saved_too": "More is kept",
     "other_masks": "leave preserve_rng_state on",
+    "with_and_without_bias_counted_apart": "Not the second and the fourth product",
+    "without_the_idea_three_of_five": "Not the second and the fourth product",
+    "ffn_of_four_times_the_width": "and ffn = 4h; count this one",
+    "statistics_for_key_heads": "statistics a token and query head",
+    "step_flops": "backward runs once in any case",
+    "last_blocks_instead_of_the_first": "the blocks behind it are gone already",
     "v_forgotten": "Both products of attention need their factors",
     "k_and_v_forgotten": "Both products of attention need their factors",
     "a_mask_inside_of_fused_attention": "draws its dropout inside of the kernel",

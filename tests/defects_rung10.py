@@ -262,10 +262,10 @@ class choose_algorithm:
     best_in_a_list = asked(_choose, best=["ring"])
 
     def right_3(size, ranks, bandwidth, latency):
-        """An object, and the first whole byte from which the ring is faster."""
-        right = _choose(size, ranks, bandwidth, latency)
-        cross = right.pop("crossover")
-        return SimpleNamespace(crossover=math.floor(cross) + 1 if cross else 0, **right)
+        """An object, chunks of whole bytes, and the first whole byte from which the ring is faster."""
+        right, chunks = (_choose(s, ranks, bandwidth, latency) for s in (size, -(-size // ranks) * ranks))
+        ring, tree, cross = chunks["ring"], right["tree"], right["crossover"] and math.floor(right["crossover"]) + 1
+        return SimpleNamespace(ring=ring, tree=tree, crossover=cross, best="ring" if ring < tree else "tree")
 
     def right_2(size, ranks, bandwidth, latency):
         """Exact fractions, in numpy's numbers; the crossover is a whole number of bytes."""
@@ -341,10 +341,9 @@ class Placement:
 
 
 class place:
-    def tensor_parallel_always_inside(axes, ranks_per_host):
-        rank = ("tp", "pp", "dp")
-        return _best(axes, ranks_per_host, choose=lambda _: tuple(sorted(axes, key=rank.index)))
-
+    tensor_parallel_always_inside = asked(
+        _best, choose=lambda axes: lambda _: tuple(sorted(axes, key=("tp", "pp", "dp").index))
+    )
     largest_payload_inside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
     largest_payload_outside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
     counts_what_stays_inside = _counting(crossing=False)
@@ -372,6 +371,7 @@ class place:
 
     mean_over_the_hosts = _counting(busiest=fmean)
     payload_twice = _counting(factor=lambda size: 2)
+    payload_in_each_step = _counting(factor=lambda size: 2 * (size - 1))
     outermost_first = told(_best, lambda found: (found[0][::-1], found[1]))
     bytes_before_the_order = told(_best, lambda found: found[::-1])
     counts_what_arrives = told(_best, lambda found: (found[0], 2 * found[1]))
@@ -478,7 +478,7 @@ SENTENCES = {
     "in_bits": "not in bits", "n_steps_in_each_half": "n - 1 steps to reach the last one",
     "pipelined_tree": "as NCCL's do", "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
     "crossover_below_zero": "the crossover is 0", "waits_for_the_times_to_meet": "It never ends",
-    "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice",
+    "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice", "payload_in_each_step": "in a step of the ring a chunk",
     "room_in_float32": "receive is float32", "adds_up_in_float32": "The sums are rounded",
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
     "names_exchanged": "`ring` has the time of the tree", "no_crossover": "0 where the ring is always faster",

@@ -286,13 +286,9 @@ class sent_bytes:
     gathered_as_a_ring = lambda *case: _sent(*case, gathered=6)
     gradients_in_fp32 = lambda *case: _sent(*case, ring=8, gathered=6)
     own_part_travels = lambda *case: _sent(*case, others=case[-1])
-
-    def gradients_go_all_the_way_round(seq, heads, kv_heads, head_dim, cp):
-        """As PyTorch does: c messages for the gradients."""
-        keys = 2 * seq / cp * kv_heads * head_dim
-        around = {"ring": (4 * (cp - 1) + 2 * cp) * keys if cp > 1 else 0}
-        return _sent(seq, heads, kv_heads, head_dim, cp) | around
-
+    # c messages for the gradients, as in PyTorch, where they are fp32.
+    gradients_go_all_the_way_round = lambda *case: _sent(*case, ring=4 + 2 * case[-1] / max(1, case[-1] - 1))
+    gradients_as_pytorch_sends_them = lambda *case: _sent(*case, ring=4 + 4 * case[-1] / max(1, case[-1] - 1))
     all_heads_have_keys = lambda seq, heads, kv_heads, head_dim, cp: _sent(seq, heads, heads, head_dim, cp)
 
     def ulysses_forgets_the_output(seq, heads, kv_heads, head_dim, cp):
@@ -372,6 +368,8 @@ class choose_split:
     forgets_that_tp_took_heads = _even(lambda seq, keys, tp, cp: {"ulysses": seq % cp == keys % cp == 0})
     ulysses_needs_chunks = _even(lambda seq, keys, tp, cp: {"ulysses": seq % (2 * cp) == keys // tp % cp == 0})
     always_two_chunks = _even(lambda seq, keys, tp, cp: dict.fromkeys(("ring", "gathered"), seq % (2 * cp) == 0))
+    ulysses_forgets_the_parts = _even(lambda seq, keys, tp, cp: {"ulysses": keys // tp % cp == 0})
+    any_parts_without_a_mask = lambda **job: _choose(**job, even={} if job["causal"] else dict.fromkeys(WAYS, True))
     never_two_chunks = lambda **job: _choose(**job, even={"ring": True, "gathered": True})
     forgets_the_room = lambda **job: _choose(**job | {"room": 2**60})
     one_block_for_a_ring = _needing(ring=lambda keys, queries, cp: keys)
@@ -468,6 +466,8 @@ SENTENCES = {
     "no_second_round": "the keys and values again",
     "own_part_travels": "A rank's own part never travels",
     "gradients_go_all_the_way_round": "c - 1 messages",
+    "gradients_as_pytorch_sends_them": "PyTorch sends the gradients c times",
+    "ulysses_forgets_the_parts": "cp=4 does not divide seq=4006",
     "gathered_as_a_ring": "a second gather",
     "gradients_in_fp32": "gradients in fp32 would be",
     "both_directions": "was sent by another rank",

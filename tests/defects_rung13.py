@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict, namedtuple
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -42,16 +43,10 @@ def _chosen(logits, bias, k):
 
 class route:
     bias_forgotten = lambda logits, bias, k: _top(logits.softmax(-1), logits, k)
-
-    def bias_in_the_weights(logits, bias, k):
-        helped = logits.softmax(-1) + bias
-        return _top(helped, helped, k)
-
+    bias_in_the_weights = lambda logits, bias, k: _top(logits.softmax(-1) + bias, logits.softmax(-1) + bias, k)
     bias_on_the_logits = lambda logits, bias, k: _top(logits.softmax(-1), logits + bias, k)
-
-    def bias_turned_round(logits, bias, k):
-        scores = logits.softmax(-1)
-        return _top(scores, scores - bias, k)
+    bias_as_a_factor = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) * (1 + bias), k)
+    bias_turned_round = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) - bias, k)
 
     def scores_not_divided(logits, bias, k):
         scores, chosen = _chosen(logits, bias, k)
@@ -69,9 +64,7 @@ class route:
     divided_by_k = told(scores_not_divided, lambda found, k: (found[0] / k, found[1]))
     all_alike = told(scores_not_divided, lambda found, k: (torch.full_like(found[0], 1 / k), found[1]))
 
-    def over_the_tokens(logits, bias, k):
-        scores = logits.softmax(0)
-        return _top(scores, scores + bias, k)
+    over_the_tokens = lambda logits, bias, k: _top(logits.softmax(0), logits.softmax(0) + bias, k)
 
     def one_of_the_two_is_sorted(logits, bias, k):
         weights, chosen = _top(logits.softmax(-1), logits.softmax(-1) + bias, k)
@@ -79,13 +72,8 @@ class route:
 
     experts_first = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
 
-    def sigmoids(logits, bias, k):
-        scores = logits.sigmoid()
-        return _top(scores, scores + bias, k)
-
-    def smallest(logits, bias, k):
-        scores = logits.softmax(-1)
-        return _top(scores, -(scores + bias), k)
+    sigmoids = lambda logits, bias, k: _top(logits.sigmoid(), logits.sigmoid() + bias, k)
+    smallest = lambda logits, bias, k: _top(logits.softmax(-1), -(logits.softmax(-1) + bias), k)
 
     def right(logits, bias, k):
         """Arrays, the chosen by their numbers, and the weights as a softmax of the chosen logits alone."""
@@ -146,11 +134,7 @@ class send_counts:
 
     experts_in_turns = lambda chosen, home: _count(chosen, [e % len(chosen) for e in range(len(home))])
 
-    def nothing_for_itself(chosen, home):
-        counts = _count(chosen, home)
-        for rank in range(len(chosen)):
-            counts[rank][rank] = 0
-        return counts
+    nothing_for_itself = lambda chosen, home: np.array(n := _count(chosen, home)) - np.diag(np.diag(n))
 
     def right_generators(chosen, home):
         """Each row is a generator over what the outer one holds when it yields."""
@@ -168,6 +152,9 @@ class send_counts:
 
     def by_expert(chosen, home):
         return [[sum(e in experts for experts in tokens) for e in range(len(home))] for tokens in chosen]
+
+    def by_pairs_of_ranks(chosen, home):
+        return Counter((a, home[e]) for a, tokens in enumerate(chosen) for experts in tokens for e in experts)
 
     def idle_ranks_left_out(chosen, home):
         return [row for row, tokens in zip(_count(chosen, home), chosen, strict=True) if tokens]
@@ -225,6 +212,10 @@ def _places(chosen, experts, factor):
 class kept_tokens:
     def rounded_down(chosen, experts, factor):
         return _keep(chosen, experts, int(factor * len(chosen) * len(chosen[0]) / experts))
+
+    one_more_than_whole = lambda chosen, experts, factor: _keep(
+        chosen, experts, 1 + int(factor * len(chosen) * len(chosen[0]) / experts)
+    )
 
     def tokens_and_not_choices(chosen, experts, factor):
         return _keep(chosen, experts, math.ceil(factor * len(chosen) / experts))
@@ -322,6 +313,8 @@ class expert_bytes:
     forward_only = lambda *case: _bytes(*case, ways=2)
     dispatch_forward_only = lambda *case: _bytes(*case, ways=1)
     combine_has_no_backward = lambda *case: _bytes(*case, ways=3)
+    six_ways = lambda *case: _bytes(*case, ways=6)
+    back_by_copies = told(_bytes, lambda right: right | {"once": (right["once"] + right["across"]) / 2})
     in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
     in_mebibytes = lambda *case: _bytes(*case, ways=4 / 2**20)
     both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
@@ -331,7 +324,6 @@ class expert_bytes:
     one_copy_of_a_token = asked(
         _bytes, inside=lambda ep, per_node: (per_node - 1) / ep, across=lambda ep, per_node: (ep - per_node) / ep
     )
-    twice_the_bytes = lambda *case: _bytes(*case, ways=8)
     one_copy_in_all = asked(_bytes, once=lambda ep, per_node: (ep - per_node) / ep)
     k_copies_for_a_node = told(_bytes, lambda right, k: right | {"once": right["once"] * k})
 
@@ -549,10 +541,11 @@ class place_experts:
             "other": (others, divisor),
         }
 
-    # An object with attributes.
-    right_3 = lambda rank, attention, folded, experts, chosen: Place(
-        **_placed(rank, attention, folded, experts, chosen)
-    )
+    def right_3(rank, attention, folded, experts, chosen):
+        """Objects with attributes."""
+        found = Place(**_placed(rank, attention, folded, experts, chosen))
+        found.expert = SimpleNamespace(ranks=found.expert[0], divisor=found.expert[1])
+        return found
 
 
 #: What an answer must be told, by defect.
@@ -563,7 +556,6 @@ SENTENCES = {
     "places_for_each_choice": "places of their own",
     "last_tokens_first": "who comes first",
     "experts_in_use": "E is the number of all",
-    "twice_the_bytes": "in bytes already",
     "one_copy_in_all": "one copy a token in all",
     "k_copies_for_a_node": "once, not k times",
     "all_experts_on_a_node": "any of them is enough",
@@ -576,6 +568,11 @@ SENTENCES = {
     "bias_forgotten": "whatever the bias",
     "bias_in_the_weights": "The bias is in the weights: it chooses",
     "bias_on_the_logits": "added to the logits",
+    "bias_as_a_factor": "multiplies scores",
+    "by_pairs_of_ranks": "rows of",
+    "one_more_than_whole": "leaves a whole number",
+    "six_ways": "six",
+    "back_by_copies": "one vector from each node too",
     "bias_turned_round": "taken away",
     "scores_not_divided": "divide them by the sum of the chosen",
     "divided_by_all_scores_with_the_bias": "do not add up to 1",

@@ -9,6 +9,7 @@ import pytest
 
 from tests.built_site import CHAPTERS, LABS, MAP, MATHJAX_CDN, MATHJAX_IS_LOCAL, PAGES, ROOT, SITE, parsed, source
 from tests.evidence.facts import read_facts
+from tests.scripts import load
 
 pytestmark = pytest.mark.site
 
@@ -245,5 +246,8 @@ def test_a_page_says_what_it_is(page):
 def test_a_page_shows_in_which_release_its_facts_were_read(page):
     (shown,) = (fold for fold in parsed(f"book/{page}").select("div.admonition.dropdown") if "was read" in fold.p.text)
     facts = [fact for fact in read_facts() if fact.page == page]
-    assert {strong.text for strong in shown.select("strong")} == {fact.package for fact in facts}
+    short = load("_ext/framework_facts.py").short
+    assert {strong.text for strong in shown.select("strong")} == {
+        f"{fact.project} {short(fact.version)}" for fact in facts
+    }
     assert sorted(code.text for code in shown.select("li code")) == sorted(fact.file for fact in facts)

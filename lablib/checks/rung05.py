@@ -170,7 +170,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     alone = right[0] - _LR * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
     all_reduced = "all_reduce" in results[0]["calls"]
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
-    twice = "Something is sent twice, or whole gradients where a shard of their mean is asked"
+    twice = "Something is sent twice, or pickled, or whole gradients where a shard of their mean is asked"
     refuse(
         "",
         ("The first step is right, and `momentum` is as before: keep it, in place, between steps", not kept[0].any()),
@@ -180,7 +180,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
         ("The old momentum counts in full: 0.9 damps it before the new gradient is added",
          _alike(kept[1], _BETWEEN * moments[0] + gradients[1].mean(0))),
         ("The first step is right, and later ones do not go on from the shard in `momentum`, which the check changes between "
-         "steps: a momentum of all weights, kept elsewhere, is data parallelism and not stage 2",
+         "steps: a momentum that is kept elsewhere; one of all weights is data parallelism and not stage 2",
          _alike(results[0]["weights"][1], alone)),
         ("The first step is right and a later one is not: it takes 0.9 of what `momentum` has by then, and the mean gradient",
          not all(_alike(a, b) for a, b in zip(later, right * ranks + moments, strict=True))),

@@ -102,7 +102,7 @@ def _explain_count(
             ("The last unit is needed first in backward, but FSDP frees it like the others: only the root is kept",
              lambda: reshard and units and lacks(units[-1])),
             ("Every micro-batch gathers again: weights are freed after each backward, whether or not gradients are reduced",
-             several and got == other(reshard, 1, True)[name]),
+             several and got in (once_a_step := other(reshard, 1, True)[name], once_a_step + (micro_batches - 1) * once)),
             ("The root is gathered too, once in each micro-batch", lambda: lacks(root) or (one_less and not reshard)),
             ("The root is kept from forward to backward only: then it is freed like the others, and the next micro-batch "
              "gathers it again", several and got == right - (micro_batches - 1) * once),
@@ -187,8 +187,7 @@ def units_by_size(answer: Callable[[nn.Module, int], list[str]], seed: int = 6) 
 
 def _judge_units(original: object, model: nn.Module, least: int, right: list[str], case: str) -> None:
     got = numbers(original, "What you return")
-    refuse(
-        "",
+    refuse("",
         ("Return a list of module names, such as `blocks.0.mlp`", not all(isinstance(name, str) for name in got)),
         ("A set has no order, and `fully_shard` needs inner modules before outer ones: return a list",
          isinstance(original, set | frozenset)),
@@ -216,8 +215,8 @@ def _judge_units(original: object, model: nn.Module, least: int, right: list[str
         ("A module is in the list twice; a name is the whole path from the root", len(set(got)) < len(got)),
         (lambda: f"{torn[0][0]!r} has one of {' and '.join(torn[0][1])}, which are one parameter: it belongs to one unit, and "
          "torch stops; leave it open for the module around both", torn),
-        (lambda: f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own; the others under it are in units already "
-         "and do not count again", small),
+        (lambda: f"Unit {small[0]!r} has {own[small[0]]:,} parameters of its own, fewer than {least:,}; those of units inside "
+         "it do not count again", small),
         (lambda: f"{missing[0]!r} has {_own_parameters(model, right)[missing[0]]:,} open parameters, its own and what its "
          f"children leave, lists too, and is no unit: close one as soon as there are {least:,}, from the inside to the "
          "outside", missing),
@@ -324,9 +323,8 @@ class Disk:
         """Say whether there is a file or a folder of that name."""
         there = bool(_inside(self._world.files, path))
         self._world.asked[self._rank, path] += 1
-        if (
-            self._world.asked[self._rank, path] > (2 if there else 1) * _PATIENCE
-        ):  # who polls for several, names the missing
+        often = _PATIENCE * (2 if there else 1)  # who polls for several, names the missing
+        if self._world.asked[self._rank, path] > often:
             raise Wrong(f"Rank {self._rank} asks again and again whether {path!r} is there. A file is there before it is "
                         "complete, so who polls may see half of it: what waits for the others is a barrier.")  # fmt: skip
         return there
@@ -363,17 +361,24 @@ def write_checkpoint(answer: Callable[..., None]) -> str:
     moments = 0
     for ranks, order, leftover in _CASES:
         old = {f"step-40/rank-{r}": {**_state(r, 40), "step": 40} for r in range(ranks)}
-        if leftover:  # a job of more ranks died while it wrote this very step
-            old |= {f"tmp-50/rank-{r}": {**_state(r, 49), "step": 50} for r in range(ranks + 2)}
-        world = World(ranks, order, old)
-        world.run(lambda disk, rank, barrier, n=ranks: answer(disk, rank, n, 50, _state(rank, 50), barrier))
-        moments += len(world.moments)
+        if leftover:  # a job of more ranks died just before it published this very step
+            more = 2 * ranks + 1
+            old |= [files for files in _play(answer, more, range(more), {}, 49) if not _published(files)][-1]
+        world = _play(answer, ranks, order, old, 50)
+        moments += len(world)
         written: set[int] = set()  # ranks whose new file has been on the disk, whole
-        for files in world.moments:
+        for files in world:
             written |= (there := _on_disk(files, ranks))
             _judge_disk(files, ranks, written - there)
-        _judge_end(_published(world.moments[-1]), ranks)
+        _judge_end(_published(world[-1]), ranks)
     return f"{len(_CASES)} runs, {moments} moments, and a whole checkpoint to resume from at each of them."
+
+
+def _play(answer: Callable[..., None], ranks: int, order: Sequence[int], old: Files, seen: int) -> list[Files]:
+    """Save step 50 of what was trained until step `seen`, and return every state of the disk."""
+    world = World(ranks, order, old)
+    world.run(lambda disk, rank, barrier: answer(disk, rank, ranks, 50, _state(rank, seen), barrier))
+    return world.moments
 
 
 def _on_disk(files: Files, ranks: int) -> set[int]:
@@ -385,8 +390,7 @@ def _on_disk(files: Files, ranks: int) -> set[int]:
 def _judge_disk(files: Files, ranks: int, lost: set[int]) -> None:
     found = _published(files)
     early = [folder for folder in found if folder not in ("step-40", "step-50")]
-    refuse(
-        "",
+    refuse("",
         (lambda: f"{early[0]!r} begins with step-, so a job that resumes takes it for whole while you still write into it. "
          "Give the folder that you write aside another kind of name", early),
         ("There is a moment without any checkpoint: the old one must stay until the new one is published", not found),
@@ -395,8 +399,7 @@ def _judge_disk(files: Files, ranks: int, lost: set[int]) -> None:
         absent = [rank for rank in range(ranks) if f"rank-{rank}" not in content]
         missing = f"rank-{absent[0]}" if absent else ""
         strangers = [name for name in content if not name.removeprefix("rank-").isdigit()]
-        refuse(
-            "",
+        refuse("",
             (f"There is a moment when {folder} is visible and half written. Write aside, then rename",
              _TORN in content.values()),
             (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}", missing and strangers),
@@ -420,8 +423,7 @@ def _judge_end(found: dict[str, Files], ranks: int) -> None:
         has = state if isinstance(state, dict) else {}
         other = has.get("model") != right["model"] or has.get("optimizer") != right["optimizer"]
         whose = "a crashed job" if other and "model" in has and has["model"][1] != 50 else "another rank"
-        refuse(
-            "",
+        refuse("",
             ("A rank's file is one dictionary: the keys of `state`, and beside them the key step", "model" not in has),
             ("The optimizer state is not saved: the resumed run would start its moments from zero",
              "optimizer" not in has),
@@ -508,7 +510,7 @@ class Situation:
         found = [[each] if isinstance(each, str) else numbers(each, "A unit") for each in numbers(units, "`units`")]
         order = {name: place for place, name in enumerate(self.parts)}
         names = [name for unit in found for name in unit]
-        if strangers := [name for name in names if name not in order]:
+        if strangers := [name for name in names if name not in [*order]]:
             raise Wrong(f"{strangers[0]!r} is no part of the model; those are {', '.join(list(order)[:3])}, ...")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -645,9 +647,7 @@ def _judge_choice(name: str, made: Situation, got: tuple[Units, bool] | None) ->
 
 
 _TABLES = "The tables in the root are unsharded throughout, and so are their gradients: make them units"
-_LARGE = (
-    "One part of a block is large, and it is held with its neighbour, its gradients and their buffer: make parts units"
-)
+_LARGE = "One part of a block is large, and held with its neighbour, its gradients and their buffer: make parts units"
 
 
 def _explain_nothing(case: str, made: Situation) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,10 +58,8 @@ class _Sizes:
         self.key = self.stream // heads * kv_heads
         self.pairs = heads * batch * seq * seq  # scores, and the bytes of a mask on them
         self.gated, self.dropout, self.fused, self.plain = gated, dropout, fused, not fused
-        self.masks, self.mask = (
-            dropout * self.stream,
-            dropout * self.plain * self.pairs,
-        )  # both of the stream, of the scores
+        self.masks = dropout * self.stream  # both of the stream
+        self.mask = dropout * self.plain * self.pairs  # of the scores
         self.statistics = 4 * self.tokens * heads
         self.weights = 4 * hidden * (hidden + hidden // heads * kv_heads) + 2 * (2 + gated) * hidden * ffn
 
@@ -87,7 +86,8 @@ _BLOCK_SLIPS: list[Slip] = [
     *_rows("34sbh + 5as²b is a GPT block with dropout, plain attention and ffn = 4h; count this one",
            lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b,
            lambda b, s, h, a, *_: 32 * s * b * h + (5 * _[-2] or 2) * (not _[-1]) * a * s * s * b + 2 * s * b * h * _[-2],
-           lambda b, s, h, a, *_: 34 * s * b * h + 5 * (not _[-1]) * a * s * s * b),
+           lambda b, s, h, a, *_: 34 * s * b * h + 5 * (not _[-1]) * a * s * s * b,
+           lambda b, s, h, *_: _bytes(b, s, h, *_[:2], 4 * h, *_[3:])),
     *_offs("A dropout mask has one byte a value, not two",
            lambda z: z.masks + z.mask, lambda z: z.masks, lambda z: z.mask),
     *_offs("There are two dropout masks in the stream, behind attention and behind the MLP, n h bytes each",
@@ -98,7 +98,8 @@ _BLOCK_SLIPS: list[Slip] = [
     *_offs("Keys and values have kv_heads heads, not heads", lambda z: 2 * (z.stream - z.key)),
     *_offs("Both products of attention need their factors: q, and k and v, kv_heads heads wide each",
            lambda z: -z.key, lambda z: -2 * z.key, lambda z: -2 * z.key - z.stream, lambda z: -z.key - z.stream),
-    *_offs(_PROBABILITIES, *(lambda z, n=n: n * z.fused * z.statistics for n in (-1, -1 / 2, 1))),
+    *_offs(_PROBABILITIES, *(lambda z, n=n: n * z.fused * z.statistics for n in (-1, -1 / 2, 1)),
+           lambda z: z.fused * z.statistics * (z.key / z.stream - 1)),
     *_offs(_PROBABILITIES, *(lambda z, n=n: z.fused * (n * z.tokens - z.statistics) for n in (4, 2))),
     *_offs(_PROBABILITIES,
            lambda z: z.fused * ((2 + 3 * z.dropout) * z.pairs - z.statistics),
@@ -142,12 +143,8 @@ def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
     gpt3 = (1, 2048, 12288, 96, 96, 49152, False, True, False)
     llama = (1, 8192, 4096, 32, 8, 14336, True, False, True)
     cases = [(*gpt3[:7], False, False), gpt3, llama, (*llama[:8], False), *(_draw(dice) for _ in range(40))]
-    compare(answer, cases, _bytes, _BLOCK_SLIPS, _words, right=_to_the_byte)
+    compare(answer, cases, _bytes, _BLOCK_SLIPS, _words, right=functools.partial(close, rel=1e-12))
     return f"{len(cases)} blocks to the byte: GPT and Llama, grouped queries, plain and fused attention."
-
-
-def _to_the_byte(given: object, truth: int) -> bool:
-    return close(given, truth, rel=1e-12)
 
 
 def _words(*case: Any) -> str:
@@ -177,13 +174,13 @@ class _Block(nn.Module):
 
 
 class _Products(TorchDispatchMode):
-    """Counts matrix products; a counter of FLOPs would track modules, and backward inside backward cannot have that."""
-
-    count = 0
+    """Counts products by width; a counter of FLOPs would track modules, and backward inside backward cannot have that."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.widths[out.shape[-1]] += 1
+        return out
 
 
 def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
@@ -195,7 +192,7 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
     inside = sum(8 * ROWS * WIDTH * 4 for _ in blocks)  # the wide middle, once a block
     torch.manual_seed(1)
     with LiveBytes() as live, _Products() as products:
-        y = x
+        products.widths, y = Counter(), x
         for block in blocks:
             y = run(block, y)
             if not isinstance(y, Tensor):
@@ -208,7 +205,7 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
         "value": y.detach(),
         "functions": _functions(y),
         "kept": kept,
-        "products": products.count,
+        "products": products.widths,
         "inside": inside,
         "runs": (forward_runs, [block.runs for block in blocks]),
         "input": x.grad,
@@ -267,6 +264,7 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
     section="A checkpoint written out: autograd.Function and use_reentrant",
     line="Backward runs the block again with gradients enabled, on a detached input and under forward's random state, and "
     "then calls backward on the new output with the gradient that came in.",
+    lines=1_000,  # a right answer takes a hundred
 )
 def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
@@ -278,14 +276,9 @@ def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
 
 def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
     first, in_all = got["runs"]
-    more = (
-        ": draw its random numbers as the block alone does, and leave the random state behind them" if dropout else ""
-    )
-    ready_made = [
-        owner
-        for function in got["functions"]
-        if (owner := {"torch": "PyTorch's", "lablib": "the course's"}.get(function.__module__.partition(".")[0]))
-    ]
+    more = ": draw its random numbers as the block does, and leave the random state behind them" if dropout else ""
+    owners = {"torch": "PyTorch's", "lablib": "the course's"}
+    ready_made = [owners[top] for made in got["functions"] if (top := made.__module__.partition(".")[0]) in owners]
     alike = _same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))
     refuse(
         "",
@@ -314,7 +307,8 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
 
 # --- a policy -----------------------------------------------------------------------------------------------
 
-PRODUCTS = 5  # of a block, an odd number: a count that runs on into the next block is off by one
+#: Of a block's products: different, to tell which run again, and odd in number: a count that runs on is off by one.
+WIDTHS = (72, 80, 96, 128, WIDTH)
 
 
 class _Chain(nn.Module):
@@ -322,7 +316,8 @@ class _Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 3 > 0) for i in range(PRODUCTS))
+        sizes = enumerate(zip((WIDTH, *WIDTHS), WIDTHS, strict=False))
+        self.layers = nn.ModuleList(nn.Linear(*size, bias=i % 3 > 0) for i, size in sizes)
         self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,24 +334,28 @@ class _Chain(nn.Module):
     section="A policy in PyTorch: outputs that are saved",
     line="In a `context_fn`, make a policy that counts `aten.mm` and `aten.addmm`, forward's and a replay's apart, and answers "
     "MUST_SAVE for odd counts; return create_selective_checkpoint_contexts(policy).",
+    lines=3_000,
 )
 def every_second(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `every_second(block, x)` by bytes kept, products repeated and gradients, beside the block and the solution."""
     got, whole = (_step(way, _Chain) for way in (answer, lambda block, x: block(x)))
-    again, asked = got["products"] - whole["products"], 2 * (PRODUCTS // 2)
-    most = 2 * (1 + PRODUCTS - PRODUCTS // 2) * 4 * ROWS * WIDTH  # of each block its output and these products'
+    again, asked = got["products"] - whole["products"], Counter(2 * WIDTHS[1::2])
+    most = 2 * (WIDTH + sum(WIDTHS[::2])) * 4 * ROWS  # of each block its output and these products'
     alike = _same(got["input"], whole["input"]) and all(map(_same, got["weights"], whole["weights"]))
     refuse(
         "",
         ("Return what the block returns", not _same(got["value"], whole["value"])),
         ("Nothing runs again: call torch.utils.checkpoint.checkpoint, with use_reentrant=False", got["runs"][1] == [1, 1]),
-        ("No product runs again; every second one should", again <= 0),
-        (f"{again} products run again in two blocks, not {asked}: save the outputs of the first, the third and the fifth, with "
-         "bias (aten.addmm) and without (aten.mm), and begin to count anew in each block", again > asked),
+        ("No product runs again; every second one should", not again),
+        (f"{again.total()} products run again in two blocks, not {asked.total()}: save the outputs of the first, the third and "
+         "the fifth, with bias (aten.addmm) and without (aten.mm), and begin to count anew in each block",
+         again.total() != asked.total()),
+        ("Not the second and the fourth product run again: one count for those with and without bias, the odd ones saved",
+         again != asked),
         ("More is kept than inputs and the products' outputs: all other operators run again", got["kept"] > 1.1 * most),
         ("The gradients belong to other masks than the loss: leave preserve_rng_state on", not alike),
     )  # fmt: skip
-    return f"{asked} of {2 * PRODUCTS} products run again, and nothing else is kept."
+    return f"{asked.total()} of {2 * len(WIDTHS)} products run again, and nothing else is kept."
 
 
 def _rest(layers: int, k: int) -> tuple[int, int]:
@@ -465,7 +464,6 @@ def strategies(job: Job) -> list[str]:
 
 def best_choice(job: Job) -> dict[str, Any] | None:
     """Return the choice that fits and computes least again, of equals the one of the least peak; None if none fits."""
-    _only_for_the_check()
     return _best(job)
 
 
@@ -489,6 +487,7 @@ def _best(
     order: Callable[[tuple], Any] = lambda choice: (choice[2], choice[1]),
 ) -> dict[str, Any] | None:
     """Return the choice of somebody who takes these for the peak, the FLOPs, the menu, what fits and what is best."""
+    _only_for_the_check()
     found = [choice for choice in _choices(replace(job, budget=0, name=""), peak, extra) if options(choice[0])]
     fitting = [choice for choice in found if fits(choice[1], job.budget)]
     return dict(zip(("strategy", "peak", "extra"), min(fitting, key=order), strict=True)) if fitting else None
@@ -598,7 +597,8 @@ _CHOICE_SLIPS: list[Slip] = [
                  every=lambda job, n: max(job.head, n * job.block))),
     *_rows("While a segment is replayed, the inputs of those before it are still kept", _replay(lambda job, n: n * job.block)),
     *_rows("When a block comes back, the blocks behind it are gone already",
-           _peak(first=lambda job, n: _forward(job, f"first:{n}") + job.block - job.boundary)),
+           _peak(first=lambda job, n: _forward(job, f"first:{n}") + job.block - job.boundary),
+           _peak(first=lambda job, n: _forward(job, f"first:{n}") + max(0, job.block - job.boundary - job.head))),
     *_rows("The segment that comes back starts from its input, which is counted already",
            _replay(lambda job, n: _late(job, f"every:{n}") + job.boundary),
            _replay(lambda job, n: job.layers / n * job.boundary + n * job.block)),
@@ -621,7 +621,8 @@ _CHOICE_SLIPS: list[Slip] = [
            _answer(order=lambda choice: choice[1]), _answer(order=lambda choice: 0)),
     *_rows("Of choices that compute equally much, the one of the least peak is asked for",
            _answer(order=lambda choice: choice[2]), _answer(order=lambda choice: (choice[2], -choice[1]))),
-    *_rows("A replay is forward alone: backward runs once in any case", _pays(lambda job, best: 3 * best["extra"])),
+    *_rows("A replay is forward alone: backward runs once in any case", _pays(lambda job, best: 3 * best["extra"]),
+           _pays(lambda job, best: best["extra"] + 3 * job.layers * job.block_flops)),
     *_rows("Only blocks that are replayed cost FLOPs",
            _pays(lambda job, best: bool(best["extra"]) * job.layers * job.block_flops),
            _pays(lambda job, best: extra_flops(job, best["strategy"].replace("first", "every")))),
@@ -653,8 +654,7 @@ def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> st
         finally:
             _asks = False
 
-    truth = lambda job: _said(_best(job))  # noqa: E731
-    compare(asked, [(job,) for job in cases], truth, _CHOICE_SLIPS, lambda job: job.words, read=_read)
+    compare(asked, [(job,) for job in cases], _answer(), _CHOICE_SLIPS, lambda job: job.words, read=_read)
     truths = [(job, _best(job)) for job in cases]
     late = sum(found is not None and moments(job, found["strategy"])[1] == found["peak"] for job, found in truths)
     kinds = sorted({(found or {"strategy": "none fits"})["strategy"].split(":")[0] for _, found in truths})

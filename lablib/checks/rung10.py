@@ -245,15 +245,16 @@ def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: floa
     truth = {name: collective_time(full, size, ranks, **link) for name, full in _ALGORITHM.items()}
     if close(got["ring"], truth["tree"]) and close(got["tree"], truth["ring"]) and not close(*truth.values()):
         raise Wrong(f"`ring` has the time of the tree, and `tree` that of the ring ({case}).")
+    longest = collective_time("ring_all_reduce", ranks * math.ceil(size / ranks), ranks, **link)  # in whole bytes
     for name, right in truth.items():
-        if not close(got[name], right):
+        if not close(got[name], right) and not (name == "ring" and close(got[name], longest)):
             _explain_time(name, float(got[name]), right, size, ranks, bandwidth, latency, case)
     cross = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link)
     refuse(case, ("`crossover` is a number of bytes, 0 where the ring is always faster, and here it is None",
                   got["crossover"] is None))  # fmt: skip
     if not _near(got["crossover"], cross):
         _explain_crossover(float(got["crossover"]), cross, ranks, bandwidth, latency, case)
-    best = min(truth, key=truth.get)
+    best = min(truth, key=lambda name: float(got[name]))
     if not isinstance(got["best"], str) or got["best"] not in truth:
         raise Wrong(f"`best` is the word 'ring' or 'tree', and here it is {got['best']!r}.")
     slower = got["best"] != best and not close(truth["ring"], truth["tree"])
@@ -384,10 +385,10 @@ def _by_host(
     "number divided by the ranks of a host is another one.",
 )
 def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -> str:
-    """Judge `place(axes, ranks_per_host)` on a pair of hosts by hand, then on random axes and hosts."""
+    """Judge `place(axes, ranks_per_host)` on a few hosts by hand, then on random axes and hosts."""
     dice = random.Random(seed)
     cases: list[tuple[Axes, int]] = [
-        ({"dp": (3, "all_reduce", 80e6), "tp": (4, "all_reduce", 500e6)}, 4),
+        ({"dp": (5, "all_reduce", 80e6), "tp": (3, "all_reduce", 500e6)}, 3),
         ({"tp": (2, "all_reduce", 20e6), "dp": (2, "all_reduce", 80e6)}, 2),
         ({"tp": (2, "all_reduce", 64e6), "pp": (2, "stages", 4e6)}, 2),
         ({"pp": (4, "stages", 70e6), "dp": (2, "all_reduce", 100e6)}, 4),
@@ -449,6 +450,7 @@ def _slips(order: tuple[str, ...], axes: Axes, per_host: int) -> dict[str, float
     """Return what each mistake makes of the bytes."""
     hosts = _by_host(order, axes, per_host)
     ranks = math.prod(size for size, _, _ in axes.values())
+    units = ("MB", 1e6), ("MiB", 2**20), ("GB", 1e9)
 
     def busiest(**otherwise: Any) -> float:
         return max(_by_host(order, axes, per_host, **otherwise))
@@ -462,16 +464,13 @@ def _slips(order: tuple[str, ...], axes: Axes, per_host: int) -> dict[str, float
         "rank r is on host r // ranks_per_host: neighbouring ranks share a host": busiest(dealt=True),
         "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it once": busiest(share=lambda size: 1),
         "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it twice": busiest(share=lambda size: 2),
+        "in a step of the ring a chunk of payload / n leaves, not all": busiest(share=lambda size: 2 * (size - 1)),
         "an all-reduce has two halves, 2(n-1)/n of the payload in all": busiest(share=lambda size: (size - 1) / size),
-        "the n of 2(n-1)/n is the size of the axis, not the number of all ranks": busiest(
-            share=lambda _: _ring_share(ranks)
-        ),
+        "n is the size of the axis, not the number of all ranks": busiest(share=lambda _: _ring_share(ranks)),
         "the first and the last stage have one neighbour only: a pipeline is no ring": busiest(ends=False),
         "this is what one rank sends: the ranks of a host share its link": busiest(each_rank=True),
         "what arrives at a host is counted as well, and only what leaves is asked": 2 * max(hosts),
-        "the bytes are asked, and these are MB": max(hosts) / 1e6,
-        "the bytes are asked, and these are MiB": max(hosts) / 2**20,
-        "the bytes are asked, and these are GB": max(hosts) / 1e9,
+        **{f"the bytes are asked, and these are {unit}": max(hosts) / of for unit, of in units},
     }
 
 

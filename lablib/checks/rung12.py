@@ -379,8 +379,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
         (f"A rank's own part never travels: of {n} parts {n - 1} leave, or pass by", n / (n - 1)),
         ("Twice too many: two bytes carry a number, and what arrives was sent by another rank", 2.0),
         ("This is divided by cp once too often", 1 / n),
-        ("Return bytes, not MB", 1e-6),
-        ("Return bytes, not GB", 1e-9),
+        ("Return bytes, not MB", 1e-6), ("Return bytes, not GB", 1e-9),
         ("A rank sends parts of s/c tokens, not the keys of the whole sequence to each", n * n / (n - 1)),
     ]  # fmt: skip
     around = [(narrow, group), ("This is what all ranks send together; one rank is asked", float(n))]
@@ -391,6 +390,7 @@ def _slips(way: str, seq: int, heads: int, kv_heads: int, head_dim: int, cp: int
             ("Backward needs more than one round: the keys and values again, since nobody kept them, and the gradients of "
              "both", 2 / 3),
             ("The gradients of a rank's own keys come in c - 1 messages, not c", (3 * n - 2) / (3 * (n - 1))),
+            ("PyTorch sends the gradients c times, in fp32; here it is c - 1 times, in two bytes", (4 * n - 2) / (3 * (n - 1))),
             ("This is a third too much, as a fourth round or gradients in fp32 would be. There are three rounds, keys and values "
              "forward, the same again backward, and the gradients of both, all in two bytes a number", 4 / 3),
             ("A block goes on c - 1 times, until every rank has seen it", 1 / (n - 1)),
@@ -467,8 +467,7 @@ def _jobs(dice: random.Random) -> list[Job]:
     mib = 2**20
     big, small = {"head_dim": 128, "causal": True, "dp": 4}, {"head_dim": 128, "causal": True, "dp": 2}
     jobs: list[Job] = [
-        # Groups of five: at cp 4 a gather sends less than Ulysses, at cp 8 more. cp, dp and the group all differ, so that
-        # mistakes do.
+        # Groups of five: at cp 4 a gather sends less than Ulysses, at cp 8 more. cp, dp and the group differ for mistakes.
         small | {"seq": 2**17, "heads": 40, "kv_heads": 8, "tp": 1, "cp": 4, "dp": 3, "room": 2**40},
         small | {"seq": 2**17, "heads": 40, "kv_heads": 8, "tp": 1, "cp": 8, "dp": 3, "room": 2**40},
         # tp has taken the key heads.
@@ -476,10 +475,11 @@ def _jobs(dice: random.Random) -> list[Job]:
         big | {"seq": 2**20, "heads": 128, "kv_heads": 8, "tp": 8, "cp": 16, "room": 100 * mib},
         # cp = 6 divides 8 heads in no way; a mask that is not causal.
         small | {"seq": 6 * 2**12, "heads": 32, "kv_heads": 8, "tp": 1, "cp": 6, "room": 2**40, "causal": False},
-        # The sequence has cp equal parts and not 2 cp.
+        # The sequence has cp equal parts and not 2 cp; and none at all.
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 16, "tp": 2, "cp": 4, "room": 2**40},
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 4, "tp": 2, "cp": 4, "room": 2**40},
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 4, "tp": 2, "cp": 4, "room": 2**40, "causal": False},
+        small | {"seq": 4 * 1001 + 2, "heads": 16, "kv_heads": 16, "tp": 2, "cp": 4, "room": 2**40, "causal": False},
     ]
     # Room for all but one byte of what each way needs, 4, 6 and 8 blocks of keys: a block less would fit.
     edge = small | {"seq": 2**17, "heads": 24, "kv_heads": 8, "tp": 1, "cp": 4}

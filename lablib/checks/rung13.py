@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -117,10 +118,7 @@ def _explain_choice(
 ) -> NoReturn:
     slips = [
         ("These are the largest scores, whatever the bias: it is added before the choice", scores),
-        (
-            "The bias is added to the logits here: add it to the scores, which are the softmax of the logits",
-            logits + bias,
-        ),
+        ("The bias multiplies scores here, as if it were added to the logits: add it to the scores", logits + bias),
         ("The bias is taken away here: an expert with a positive bias is to get more tokens", scores - bias),
         ("These are the experts with the smallest numbers", -(scores + bias)),
         ("The softmax runs over the tokens here: it runs over the experts of each token", logits.softmax(0) + bias),
@@ -218,7 +216,9 @@ def _told_counts(chosen: Chosen, home: Sequence[int]) -> str:
 def _rows_of_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> list[list[int]]:
     """Return the answer as one row of whole numbers for each rank; rows may be dictionaries, which leave zeros out."""
     ranks, case = len(chosen), _told_counts(chosen, home)
-    got = [got.get(rank, {}) for rank in range(ranks)] if isinstance(got, Mapping) else numbers(got, "The counts")
+    if isinstance(got, Mapping):  # pairs of ranks are no rows
+        got = [got.get(rank, {}) for rank in range(ranks) if set(got) <= set(range(ranks))]
+    got = numbers(got, "The counts")
     got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
     rows = [numbers(row, "A row of counts") for row in got]
     if len(rows) == ranks != len(home) and rows and all(len(row) == len(home) for row in rows):
@@ -301,7 +301,7 @@ def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], se
         ([[0, 1], [0, 2], [1, 0], [0, 3], [0, 2]], 4, 1.0),  # 10 choices, 2.5 places: 3, and not twice two
         ([[0], [0], [0], [1], [0]], 2, 1.0),
         ([[3], [3], [3], [3], [3]], 4, 1.0),
-        ([[0], [1], [0], [1]], 2, 1.0),
+        ([[0], [0], [1], [0]], 2, 1.0),  # 2 places, a whole number
     ]
     for _ in range(12):
         experts = dice.choice((2, 4, 8))
@@ -361,6 +361,7 @@ _SLIPS_OF_KEPT: list[Slip] = [
      lambda chosen, experts, factor: _rightly_kept(chosen, len({e for row in chosen for e in row}), factor)),
     ("Second choices have places of their own here: an expert has so many for all choices together",
      functools.partial(_rightly_kept, apart=True)),
+    ("Rounding up leaves a whole number as it is, and does not add one to it", _with_places(lambda t, k, e, f: 1 + int(f * t * k / e))),
     ("An expert takes one too many: it is full with as many as its capacity", functools.partial(_rightly_kept, more=1)),
     ("An expert refuses one too early: it takes as many as its capacity", functools.partial(_rightly_kept, more=-1)),
     ("A token loses all choices with one here: only the choice of the full expert is dropped",
@@ -394,8 +395,8 @@ def _truth_value(each: Any) -> bool:
 
 _KEYS = ("inside", "across", "once")
 
-#: The first case: 6 nodes of 3 ranks. No two mistakes of `_slips` give the same number.
-FIRST = (1000, 70, 36, 3, 18, 3)
+#: The first case: 6 nodes of 5 ranks. No two mistakes of `_slips` give the same number.
+FIRST = (1000, 70, 60, 3, 30, 5)
 
 
 def _true_bytes(tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> dict[str, float]:
@@ -444,6 +445,7 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
         (f"{ways} two", right / 2),
         (f"{ways} one", right / 4),
         (f"{ways} three", 3 * right / 4),
+        (f"{ways} six, as if the layer ran again", 3 * right / 2),
         ("Twice too many: count what it sends, four ways, not what it receives; `size` is in bytes already", 2 * right),
         ("This is one token's part: a rank has `tokens` of them", right / tokens),
         *((f"Return bytes, not {unit}", right / of)
@@ -453,19 +455,15 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
     copy, other = all_ways * k, "Each of the k choices is a copy of the token, and all of them travel"
     if key == "inside":
         found += [
-            (
-                "A copy for one of the rank's own experts is not sent: g - 1 ranks of its node are left",
-                copy * per_node / ep,
-            ),
+            ("A copy for one of the rank's own experts is not sent: g - 1 ranks of its node are left",
+             copy * per_node / ep),
             ("This is all that leaves the rank: most of it may leave the node too", copy * (ep - 1) / ep),
             ("These are the copies that leave the node", copy * (ep - per_node) / ep),
-            (
-                "The token's experts are on all e ranks, and g - 1 of e are its neighbours",
-                copy * (per_node - 1) / per_node,
-            ),
+            ("The token's experts are on all e ranks, and g - 1 of e are its neighbours",
+             copy * (per_node - 1) / per_node),
             (other, all_ways * (per_node - 1) / ep),
             ("A token has copies for other nodes, and some for its own rank: they are not sent inside the node", copy),
-        ]
+        ]  # fmt: skip
     if key == "across":
         found += [
             ("Copies for other ranks of the same node stay inside it", copy * (ep - 1) / ep),
@@ -487,6 +485,8 @@ def _slips(key: str, tokens: int, size: int, experts: int, k: int, ep: int, per_
             (rank, all_ways * (ep - 1) * (1 - far)),
             ("This is the chance that a node is missed: its complement is asked", all_ways * (nodes - 1) * missed),
             ("Not every expert has a node of its own: count those met, by their chance", all_ways * min(k, nodes - 1)),
+            ("The way back is one vector from each node too: it adds its experts' answers",
+             (right + copy * (nodes - 1) / nodes) / 2),
             ("This is one copy a token in all, not one for each node", all_ways * (nodes - 1) / nodes),
             ("A node that is met gets the token once, not k times", copy * (nodes - 1) * (1 - missed)),
             ("This is the chance that all k experts are on a node: any of them is enough",
@@ -605,8 +605,9 @@ def _judge_place(
 
 def _ranks_of(average: Any) -> list[int]:
     """Return the ranks of what may be a pair of ranks and a divisor."""
-    ranks = average[0] if isinstance(average, tuple | list) and average else []
-    return sorted(_whole_list(ranks, "A sum")) if hasattr(ranks, "__iter__") else []
+    with contextlib.suppress(Wrong):
+        return sorted(_whole_list(pair(average, "", "ranks", "divisor")[0], "A sum"))
+    return []
 
 
 def _out_of_dp(
@@ -676,10 +677,9 @@ def _judge_sends(
 
 def _judge_average(name: str, given: Any, right: _Place, rank: int, case: str) -> None:
     what = {"expert": "an expert's gradient", "other": "any other gradient"}[name]
-    group = list(given) if isinstance(given, tuple | list) else []
-    if len(group) != 2 or not hasattr(group[0], "__iter__"):
-        raise Wrong(f"`{name}` is a pair: the ranks over which {what} is summed, and what the sum is divided by.")
-    ranks, divisor = sorted(_whole_list(group[0], f"`{name}`")), whole(group[1], f"The divisor of `{name}`")
+    otherwise = f"`{name}` is a pair: the ranks over which {what} is summed, and what the sum is divided by."
+    given, divisor = pair(given, otherwise, "ranks", "divisor")
+    ranks, divisor = sorted(_whole_list(given, f"`{name}`")), whole(divisor, f"The divisor of `{name}`")
     truth = getattr(right, name)
     if ranks != truth:
         _explain_group(name, ranks, right, rank, case)

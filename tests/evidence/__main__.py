@@ -110,20 +110,22 @@ def planner(
 
 @app.command()
 def facts(
-    newest: Annotated[bool, typer.Option("--newest", help="Look in the newest releases, torch left out.")] = False,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Look in the newest releases; torch and repositories as read.")
+    ] = False,
     rows: Annotated[Path | None, typer.Option(help="Another table than book/data/framework_facts.jsonl.")] = None,
 ) -> None:
     """Look up what the pages say of frameworks; fail where a fact does not hold, or no page says it any more.
 
-    Releases that are not installed are fetched from the package index, read, and kept in .cache/frameworks.
+    What is not installed is fetched from the package index, or from its repository, and kept in .cache/frameworks.
     """
     from tests.evidence.facts import FACTS, TORCH, look_up, newest_of, read_facts, unsaid
 
     table = read_facts(rows or FACTS)
-    read = {fact.project: fact.version for fact in table}
-    versions = {project: newest_of(project) for project in read if project != TORCH} if newest else read
+    indexed = {fact.project for fact in table if fact.project != TORCH and "/" not in fact.project}
+    versions = {project: newest_of(project) for project in indexed} if newest else {}
     problems = [*unsaid(table), *look_up(table, versions)]
-    where = ", ".join(f"{project} {version}" for project, version in sorted(versions.items()))
+    where = ", ".join(sorted({f"{one.project} {versions.get(one.project, one.version)}" for one in table}))
     told = f"{len(problems)} to look at" if problems else "all hold"
     typer.echo(f"{len(table)} facts of {len({fact.page for fact in table})} pages, looked up in {where}: {told}")
     _fail_with(problems)

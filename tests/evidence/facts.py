@@ -3,9 +3,9 @@
 Each line of book/data/framework_facts.jsonl is a fact:
 
     page, says      a page of book/ without its ending, and words of one of its lines that make the claim
-    project         the name on the package index, such as "megatron-core"
-    version         the release whose files were read
-    file            a path in its wheel, or in its source archive where it has no wheel
+    project         the name on the package index, such as "megatron-core", or a repository, such as "NVIDIA/nccl"
+    version         the release whose files were read; of a repository a tag or a commit
+    file            a path in its wheel, or in its source archive where it has no wheel, or in the repository
     has, lacks      texts that the file must and must not have; any run of white space counts as one space
     date            when it was last read by a person
 """
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ WHEELS = (
 )
 #: Held by the torch that runs the tests, and by `make matrix` under others: no wheel of it is fetched.
 TORCH = "torch"
+#: A project with a "/" in its name is not on the package index: its files are read one by one.
+REPOSITORIES = "https://raw.githubusercontent.com"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Fact:
     date: str
 
     @property
-    def package(self) -> str:
+    def release(self) -> str:
         """Project and version, "torchtitan 0.3.0"."""
         return f"{self.project} {self.version}"
 
@@ -96,16 +99,32 @@ def newest_of(project: str) -> str:
     return found[1]
 
 
-def fetch(project: str, version: str) -> Path:
-    """Return a release from the cache, where pip puts it first; nothing of it is installed."""
-    if path := cached(project, version):
-        return path
+def fetch(project: str, version: str, file: str) -> None:
+    """Bring a release into the cache, or of a repository one file; nothing of it is installed.
+
+    Raises:
+        OSError: The index or the repository is out of reach, or has no such release or file.
+    """
+    if "/" in project:
+        _fetch_file(f"{project}/{version}/{file}")
+        return
+    if cached(project, version):
+        return
     where = ("download", "-q", "--no-deps", "-d", str(CACHE), f"{project}=={version}")
     try:
         _pip(*where, *WHEELS)
     except OSError:
         _pip(*where, "--no-binary=:all:", "--no-build-isolation")
-    return cached(project, version)
+
+
+def _fetch_file(path: str) -> None:
+    kept = CACHE / path
+    if kept.exists():
+        return
+    with urllib.request.urlopen(f"{REPOSITORIES}/{path}", timeout=20) as answer:
+        text = answer.read()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(text)
 
 
 def _pip(*arguments: str) -> str:
@@ -121,9 +140,14 @@ def text_of(project: str, version: str, file: str) -> str | None:
     """Return a file of a release with single spaces; None where the release has no such file.
 
     Raises:
-        LookupError: The release is neither installed at this version nor in the cache.
+        LookupError: The release, or the repository's file, is neither installed at this version nor in the cache.
     """
-    if installed(project) == version:
+    if "/" in project:
+        kept = CACHE / project / version / file
+        if not kept.exists():
+            raise LookupError(f"{project} {version}: {file}")
+        found = kept.read_text(encoding="utf-8")
+    elif installed(project) == version:
         path = distribution(project).locate_file(file)
         found = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else None
     elif archive := cached(project, version):
@@ -166,17 +190,24 @@ def unsaid(facts: Iterable[Fact]) -> Iterator[str]:
 
 
 def look_up(facts: list[Fact], versions: dict[str, str] | None = None) -> Iterator[str]:
-    """Fetch what is neither installed nor cached, and name every fact that does not hold.
+    """Fetch what is neither installed nor cached; name every fact that does not hold, and each release out of reach.
 
     Args:
         facts: Lines of a table.
         versions: Project -> another release than the one that was read.
     """
+    unread: dict[str, str] = {}
     for fact in facts:
         version = (versions or {}).get(fact.project, fact.version)
+        release = f"{fact.project} {version}"
         if installed(fact.project) != version:
-            if fact.project == TORCH:
+            if fact.project == TORCH or release in unread:
                 continue
-            fetch(fact.project, version)
+            try:
+                fetch(fact.project, version, fact.file)
+            except OSError as error:
+                unread[release] = str(error)
+                continue
         if said := broken(fact, version):
-            yield f"{fact.page}: {fact.says!r}\n    {fact.project} {version}, {fact.file}: {said}"
+            yield f"{fact.page}: {fact.says!r}\n    {release}, {fact.file}: {said}"
+    yield from (f"{release}: not looked up: {error}" for release, error in unread.items())

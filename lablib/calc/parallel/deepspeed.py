@@ -165,7 +165,7 @@ def _zero(model: ModelConfig, stage: int) -> list[Setting]:
             Setting(z + "reduce_scatter", True, "Averages a gradient for its owner instead of for everybody."),
             Setting(z + "use_multi_rank_bucket_allreduce", False, "Its default, true, all-reduces each bucket after all: "
                     "fewer messages, and 3ψ(N-1)/N sent where 2ψ(N-1)/N would do."),
-            Setting(z + "allgather_partitions", True, "Brings updated weights to all ranks by all-gather, not by broadcasts."),
+            Setting(z + "allgather_partitions", True, "No code of DeepSpeed 0.19 reads it: updated weights come by all-gather."),
             Setting(z + "allgather_bucket_size", h * h, "Elements in one such all-gather."),
         ]  # fmt: skip
     threshold = 10 * h
@@ -180,8 +180,8 @@ def _zero(model: ModelConfig, stage: int) -> list[Setting]:
         Setting(z + "stage3_max_reuse_distance", 10**9, "Not released if needed again within so many parameters. Between "
                 "forward and backward of the first layer all others are used twice, so with 1e9, the default, a model of "
                 "less than half as many is not released at all there; lower it when memory is short."),
-        Setting(z + "stage3_gather_16bit_weights_on_model_save", True, "Puts whole tensors into a saved model; otherwise a "
-                "rank saves its shards only."),
+        Setting(z + "stage3_gather_16bit_weights_on_model_save", True, "Lets `save_16bit_model` gather whole tensors; "
+                "otherwise it saves nothing."),
     ]  # fmt: skip
 
 
