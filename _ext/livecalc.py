@@ -19,6 +19,7 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
 import zipfile
 from html import escape
 from pathlib import Path
@@ -57,7 +58,8 @@ def local_pyodide(root: Path = ROOT) -> Path | None:
 def live_sources() -> dict[str, bytes]:
     """Return the files of lablib.calc and lablib.live, which need the standard library only, by their place."""
     package = Path(lablib.__file__).parent
-    files = (package / "__init__.py", *(p for room in ("calc", "live") for p in sorted((package / room).rglob("*.py"))))
+    rooms = (path for room in ("calc", "live") for path in sorted((package / room).rglob("*")))
+    files = (package / "__init__.py", *(path for path in rooms if path.suffix in (".py", ".json")))
     return {f"lablib/{file.relative_to(package).as_posix()}": file.read_bytes() for file in files}
 
 
@@ -77,6 +79,13 @@ def zip_live(path: Path) -> None:
             member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(member, content)
+
+
+def compile_live(target: Path) -> None:
+    """Let Pyodide compile the zip file that it will import from; without node every reader's browser does it."""
+    if node := shutil.which("node"):
+        command = (node, ROOT / "tools/pyodide_compile.mjs", target, target / "lablib.zip")
+        subprocess.run(command, check=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
 class livecalc(nodes.General, nodes.Element):
@@ -125,30 +134,53 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
     answer = explorer.answer(first)
     first = answer["state"]
     pyodide = f"{FOLDER}/" if local_pyodide() else CDN.format(version=pyodide_version())
-    controls = "".join(_control(explorer, control, first[control.name]) for control in explorer.controls)
+    shown, folded = (
+        "".join(
+            _control(explorer, control, first[control.name]) for control in explorer.controls if control.fold == fold
+        )
+        for fold in (False, True)
+    )
+    more = (
+        f'<details class="livecalc-more"><summary>More settings</summary><div>{folded}</div></details>\n'
+        if folded
+        else ""
+    )
     return f"""
 <div class="livecalc" id="livecalc-{explorer.name}" data-module="{module}" data-name="{explorer.name}"
  data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={live_digest()}">
 <form class="livecalc-controls" aria-label="{escape(explorer.title, quote=True)}" autocomplete="off" hidden>
-{controls}<button type="reset" class="livecalc-reset">Reset</button>
-</form>
+{shown}<div class="livecalc-buttons"><button type="reset">Reset</button>
+<button type="button" data-copy="address">Copy the link</button></div>
+{more}</form>
 <p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
 The call gives the same numbers in Python.</noscript></p>
 <div class="livecalc-unknown" role="status"></div>
 <p class="livecalc-clipped" data-part="clipped" role="status">{answer["clipped"]}</p>
 <figure class="{"house-figure " if answer["picture"] else ""}livecalc-figure">
-<div data-part="picture">{answer["picture"]}</div>
 <figcaption data-part="caption" aria-live="polite">{answer["caption"]}</figcaption>
+<div data-part="picture">{answer["picture"]}</div>
 </figure>
+<button type="button" class="livecalc-question" data-part="question" hidden>{answer["question"]}</button>
+<div data-part="reply" aria-live="polite"></div>
+<div class="livecalc-command"{"" if answer["command"] else " hidden"}><span>The same in a terminal:</span>
+<pre><code data-part="command" class="livecalc-code">{answer["command"]}</code></pre>
+<button type="button" data-copy="command" hidden>Copy</button></div>
 <div data-part="table">{answer["table"]}</div>
 <details class="livecalc-call"><summary>Show me the call</summary>
-<pre><code data-part="call" class="livecalc-code">{answer["call"]}</code></pre></details>
+<pre><code data-part="call" class="livecalc-code">{answer["call"]}</code></pre>
+<button type="button" data-copy="call" hidden>Copy</button></details>
 </div>
 """
 
 
 def _control(explorer: Explorer, control: Control, first: Value) -> str:
     key = f"livecalc-{explorer.name}-{control.name}"
+    label = f'<label for="{key}">{escape(control.label)}</label>'
+    if control.free:
+        field = (
+            f'<textarea id="{key}" name="{control.name}" rows="2" spellcheck="false">{escape(str(first))}</textarea>'
+        )
+        return f'<div class="livecalc-control">{label}{field}</div>\n'
     values = [value for value, _ in control.options]
     place = values.index(first)
     if control.slider:
@@ -165,7 +197,7 @@ def _control(explorer: Explorer, control: Control, first: Value) -> str:
             for value, label in control.options
         )
         field = f'<select id="{key}" name="{control.name}">{options}</select>'
-    return f'<div class="livecalc-control"><label for="{key}">{escape(control.label)}</label>{field}</div>\n'
+    return f'<div class="livecalc-control">{label}{field}</div>\n'
 
 
 def _visit(self: object, node: livecalc) -> None:
@@ -193,6 +225,7 @@ def _copy(app: Sphinx, exception: Exception | None) -> None:
     if source := local_pyodide():
         for name in (*CORE, *NOTICE):
             shutil.copy(source / name, target / name)
+        compile_live(target)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,7 +1,9 @@
 // The controls of an explorer. Its numbers and its picture come from lablib.calc, run by Pyodide in a worker.
 // Nothing is fetched until the reader touches a control, or follows a link that asks for a state.
 
-const PARTS = ["clipped", "picture", "caption", "table", "call"];
+const PARTS = ["clipped", "picture", "caption", "table", "command", "call", "question", "reply"];
+// A longer address than this is cut by some programs that pass it on.
+const LONGEST = 6000;
 const here = (path) => new URL(path, import.meta.url).href;
 
 /** Python in a worker, started by the first call; one for all explorers of a page. */
@@ -12,13 +14,13 @@ class Python {
     this.asked = 0;
   }
 
-  /** Ask for the answer of a module's explorer to a state; without a module, only start. */
-  ask(module, state) {
+  /** Ask for the answer of a module's explorer to a state, or to its question; without a module, only start. */
+  ask(module, state, reply = false) {
     this.worker ??= this.start();
     const id = ++this.asked;
     return new Promise((resolve, reject) => {
       this.waiting.set(id, { resolve, reject });
-      this.worker.postMessage({ id, module, state, ...this.places });
+      this.worker.postMessage({ id, module, state, reply, ...this.places });
     });
   }
 
@@ -65,12 +67,19 @@ class Explorer {
     }
     this.form.addEventListener("reset", (event) => this.reset(event));
     this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.parts.question.addEventListener("click", () => this.question());
+    for (const button of root.querySelectorAll("[data-copy]")) {
+      // Where a page may not write to the clipboard there is nothing to press.
+      button.hidden = !navigator.clipboard;
+      button.addEventListener("click", () => this.copy(button));
+    }
     // A finger on a control means that an answer is wanted soon: Python starts while the control still moves.
     this.form.addEventListener("pointerdown", (event) => {
-      if (event.target.closest("select, input")) this.warm();
+      if (event.target.closest("select, input, textarea")) this.warm();
     });
     this.note.replaceChildren();
     this.form.hidden = false;
+    this.offer();
     this.restore();
   }
 
@@ -78,7 +87,9 @@ class Explorer {
     return [...this.form.elements].filter((element) => element.name);
   }
 
+  /** The values of a control with their words; null where any text goes. */
   options(control) {
+    if (control.localName === "textarea") return null;
     return control.dataset.options
       ? JSON.parse(control.dataset.options)
       : [...control.options].map((option) => [option.value, option.text]);
@@ -97,6 +108,10 @@ class Explorer {
   /** Set a control, if it has such a value, and say whether it has. */
   set(control, value) {
     const options = this.options(control);
+    if (!options) {
+      control.value = value;
+      return true;
+    }
     const place = options.findIndex(([known]) => known === value);
     if (place < 0) return false;
     control.value = control.dataset.options ? place : value;
@@ -173,9 +188,42 @@ class Explorer {
 
   show(answer) {
     for (const part of PARTS) this.parts[part].innerHTML = answer[part];
+    this.offer();
     delete this.root.dataset.stale;
     this.answered();
     if (answer.numbers) this.root.dataset.numbers = JSON.stringify(answer.numbers);
+  }
+
+  /** Show the question, if there is one, and the command. */
+  offer() {
+    this.parts.question.hidden = !this.parts.question.textContent;
+    this.parts.command.closest(".livecalc-command").hidden = !this.parts.command.textContent;
+  }
+
+  /** Ask what takes longer than an answer may. */
+  async question() {
+    const asked = JSON.stringify(this.state());
+    this.parts.reply.textContent = "Computing: about two seconds.";
+    try {
+      const { reply, error } = await this.python.ask(this.root.dataset.module, this.state(), true);
+      // Another answer has come meanwhile, and took this one's place.
+      if (asked !== JSON.stringify(this.state())) return;
+      if (error === undefined) this.parts.reply.innerHTML = reply;
+      else this.parts.reply.textContent = error;
+      this.root.dataset.replies = Number(this.root.dataset.replies ?? 0) + 1;
+    } catch (error) {
+      this.parts.reply.replaceChildren();
+      this.failed(error);
+    }
+  }
+
+  async copy(button) {
+    const what = button.dataset.copy;
+    const words = what === "address" ? location.href : this.parts[what].textContent;
+    await navigator.clipboard.writeText(words);
+    const { textContent: label } = button;
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = label), 1500);
   }
 
   answered() {
@@ -186,7 +234,7 @@ class Explorer {
   clip(asked, computed) {
     for (const control of this.controls()) {
       const value = String(computed[control.name]);
-      this.set(control, value);
+      if (this.value(control) !== value) this.set(control, value);
       if (value === asked[control.name]) delete this.wished[control.name];
       else this.wished[control.name] = asked[control.name];
     }
@@ -215,6 +263,10 @@ class Explorer {
       if (value !== this.first[name]) address.searchParams.set(`${this.root.dataset.name}.${name}`, value);
     }
     address.hash = this.root.id;
+    if (address.href.length > LONGEST) {
+      this.unknown.replaceChildren(sentence("With all of this the address would be too long: it has the state before."));
+      return;
+    }
     history.replaceState(history.state, "", address);
   }
 

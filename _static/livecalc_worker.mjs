@@ -17,7 +17,7 @@ async function start({ pyodide, zip }) {
 import sys
 sys.path.insert(0, "/lablib.zip")
 from lablib.live.explorer import answer_json
-answer_json
+lambda module, state, reply: answer_json(module, state, reply=reply)
 `);
 }
 
@@ -25,7 +25,7 @@ self.onmessage = async ({ data }) => {
   try {
     answer ??= start(data);
     const ask = await answer;
-    const reply = data.module ? JSON.parse(ask(data.module, JSON.stringify(data.state))) : null;
+    const reply = data.module ? JSON.parse(ask(data.module, JSON.stringify(data.state), data.reply)) : null;
     self.postMessage({ id: data.id, reply });
   } catch (error) {
     self.postMessage({ id: data.id, error: String(error.message ?? error) });

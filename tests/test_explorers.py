@@ -13,23 +13,28 @@ from html import unescape
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from lablib import live
 from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.hardware import accelerator
+from lablib.calc.layouts.planner import peak_and_step, plan
 from lablib.calc.memory import verdict
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, zero_state_bytes
 from lablib.calc.params import count_params
+from lablib.cli.main import app as rung
+from lablib.live import cluster as explore_cluster
 from lablib.live import svg
 from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
 from lablib.live.explorer import PARTS, Control, answer_json, find_explorer
 from lablib.view.style import COLORS
 from tests.scripts import ROOT, load
+from tests.test_models import LLAMA_3_8B
 
-TRAINING, ZERO = explore_training.EXPLORER, explore_zero.EXPLORER
+TRAINING, ZERO, CLUSTER = explore_training.EXPLORER, explore_zero.EXPLORER, explore_cluster.EXPLORER
 #: Every module of lablib.live that has one.
 EXPLORERS = {
     name: module.EXPLORER
@@ -188,8 +193,74 @@ def _same_formulas(names, answer, state, printed):
     assert all(example in unescape(answer["table"]) and example in printed for example in examples)
 
 
+def _same_cluster(names, answer, state, printed):
+    one, numbers, result = names["one"], answer["numbers"], names["result"]
+    assert one.peak.total == numbers["total"]
+    assert one.peak.terms.items() <= numbers.items()
+    assert bool(answer["question"]) == (not result.candidates)
+    if result.candidates:
+        low, high = result.like(one).interval(one.step) or (one.step, one.step)
+        assert [round(1e6 * value) for value in (low, one.step, high)] == [
+            numbers[name] for name in ("low_us", "step_us", "high_us")
+        ]
+
+
 #: By explorer: that what its call computes and prints is what its page shows. A new one is missed here.
-SAME_NUMBERS = {"training": _same_training, "zero": _same_zero, "formulas": _same_formulas}
+SAME_NUMBERS = {"training": _same_training, "zero": _same_zero, "formulas": _same_formulas, "cluster": _same_cluster}
+
+
+def test_the_cluster_explorer_its_command_and_its_changes_are_one_truth():
+    """`rung plan` prints the peak and the step that the page shows; `rung fit` prints the peak, and its changes fit."""
+    seen = {"plan": 0, "fit": 0}
+    small = [{"model": name, "gpus": n} for name in ("llama-3.2-1b", "mixtral-8x7b", "llama-3-70b") for n in (8, 64)]
+    for asked in [given | {"recompute": how} for given in small for how in ("none", "full")]:
+        answer = CLUSTER.answer(asked | {"rounds": 2})
+        state, numbers = answer["state"], answer["numbers"]
+        words = unescape(answer["command"]).split()
+        found = json.loads(CliRunner().invoke(rung, [*words[1:], "--json"]).stdout)
+        seen[words[1]] += 1
+        if words[1] == "plan":
+            first, hours = found["layouts"][0], numbers["step_us"] / 3.6e9 * state["gpus"]
+            assert (first["memory_bytes"], first["dp"]) == (numbers["total"], numbers["dp"])
+            assert round(1e6 * first["step_seconds"]) == numbers["step_us"]
+            tokens = state["seq"] * state["rounds"] * numbers["dp"]
+            assert numbers["cents"] == pytest.approx(hours * state["price"] * 1e9 / tokens, abs=1)
+            continue
+        assert found["memory"] == numbers["total"] > found["budget"]
+        rows = CLUSTER.reply(**CLUSTER.state(asked | {"rounds": 2}))
+        assert found["changes"]
+        for change in found["changes"]:
+            assert f"{change['memory'] / 1e9:.1f} GB" in rows
+            assert change["memory"] <= found["budget"]
+    assert min(seen.values()) >= 3, seen
+
+
+def test_the_cluster_explorer_draws_the_peak():
+    for state in at_random(CLUSTER, 30):
+        state = CLUSTER.answer(state)["state"]
+        model, settings = explore_cluster.job(**state)
+        result = plan(model, **settings)
+        one = result.best if result.candidates else result.dropped[0]
+        _, step = peak_and_step(result.load, one.layout, result.counting)
+        every = [instant.total for instant in step.instants() if instant.phase != "states"]
+        drawn = explore_cluster.drawn_instants(step, one.peak)
+        assert max(instant.total for instant in drawn) == one.peak.total == max(every)
+
+
+def test_a_pasted_config_is_counted_and_a_broken_one_is_said():
+    config = json.dumps(LLAMA_3_8B)
+    pasted = CLUSTER.answer({"config": config})
+    preset = CLUSTER.answer({"model": "llama-3-8b"})
+    assert pasted["numbers"] == preset["numbers"]
+    assert "rung plan config.json " in pasted["command"]
+    for text, said in (
+        ("{", "the pasted config.json is not JSON: "),
+        ("[1]", "must be an object"),
+        ("{}", "model_type is missing"),
+        (config.replace("32,", "-32,", 1), "num_hidden_layers"),
+    ):
+        reply = json.loads(answer_json("lablib.live.cluster", json.dumps({"config": text})))
+        assert said in reply["error"], reply
 
 
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
@@ -247,7 +318,7 @@ def test_every_control_can_be_moved_and_has_its_label(module):
     html = load("_ext/livecalc.py").markup(explorer, module, explorer.state())
     answer = explorer.answer()
     for control in explorer.controls:
-        assert len(control.options) >= 2
+        assert len(control.options) >= 2 or control.free
         assert control.first in dict(control.options)
         values = [value for value, _ in control.options]
         assert values == sorted(values) or not control.slider
@@ -256,6 +327,7 @@ def test_every_control_can_be_moved_and_has_its_label(module):
     assert "hidden>" in html.split("</form>")[0]
     for part in PARTS:
         assert answer[part] in html
+    assert ("More settings" in html) == any(control.fold for control in explorer.controls)
 
 
 @pytest.mark.parametrize("module", EXPLORERS)

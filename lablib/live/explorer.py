@@ -21,8 +21,8 @@ from lablib.calc.units import format_count
 from lablib.live.svg import COLORS
 
 Value = str | int
-#: Of a page, in their order there; the first says what a control could not take.
-PARTS = ("clipped", "picture", "caption", "table", "call")
+#: Of a page; the first says what a control could not take, and "reply" is empty until it is asked for.
+PARTS = ("clipped", "picture", "caption", "table", "command", "call", "question", "reply")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Control:
         options: Every value, with what the reader sees for it, in order.
         first: The value that it has before the reader touches it.
         slider: Whether it is a slider over the options, which then grow; else a list to choose from.
+        free: Whether it takes any text; its one option is the first value.
+        fold: Whether it stands in a fold, with what few readers change.
     """
 
     name: str
@@ -41,9 +43,13 @@ class Control:
     options: tuple[tuple[Value, str], ...]
     first: Value
     slider: bool = False
+    free: bool = False
+    fold: bool = False
 
     def read(self, given: object) -> Value:
         """Return the option that was meant; text is accepted for a number, since addresses and pages hold text."""
+        if self.free:
+            return str(given)
         known = {str(value): value for value, _ in self.options}
         return known[one_of(self.name, str(given), known)]
 
@@ -57,6 +63,8 @@ class Answer:
         table: HTML of the numbers behind the picture.
         call: Python that computes the same numbers.
         numbers: The numbers as they were computed, by name, before they were rounded for the reader.
+        command: A line for a shell that prints the same; empty where there is none.
+        question: What a reader may ask on top, in words for a button, if the explorer has a `reply`; empty if nothing.
     """
 
     picture: str
@@ -64,6 +72,8 @@ class Answer:
     table: str
     call: str
     numbers: Mapping[str, int]
+    command: str = ""
+    question: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,7 @@ class Explorer:
         controls: What the reader can change.
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
         limits: Takes the same, returns for controls whose largest value depends on the others that value, and why.
+        reply: Takes the same, returns HTML: what takes too long to follow every touch.
     """
 
     name: str
@@ -82,6 +93,7 @@ class Explorer:
     controls: tuple[Control, ...]
     compute: Callable[..., Answer]
     limits: Callable[..., Mapping[str, tuple[int, str]]] = lambda **state: {}
+    reply: Callable[..., str] = lambda **state: ""
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
         """Return a full state: the given values, and the first ones for all else."""
@@ -114,7 +126,10 @@ class Explorer:
             "picture": found.picture,
             "caption": escape(found.caption),
             "table": found.table,
+            "command": escape(found.command),
             "call": escape(found.call),
+            "question": escape(found.question),
+            "reply": "",
             "numbers": dict(found.numbers),
             "state": state,
         }
@@ -162,9 +177,15 @@ def find_explorer(module: str) -> Explorer:
     return found
 
 
-def answer_json(module: str, state: str) -> str:
-    """Return what `Explorer.answer` returns, or why there is no answer, from text to text: this is what the page calls."""
+def answer_json(module: str, state: str, *, reply: bool = False) -> str:
+    """Return what `Explorer.answer` returns, or why there is no answer, from text to text: this is what the page calls.
+
+    Args:
+        reply: Whether the answer to its question is asked for.
+    """
+    explorer, given = find_explorer(module), json.loads(state)
     try:
-        return json.dumps(find_explorer(module).answer(json.loads(state)))
+        found = {"reply": explorer.reply(**explorer.state(given))} if reply else explorer.answer(given)
+        return json.dumps(found)
     except ValueError as error:
         return json.dumps({"error": str(error)})

@@ -126,25 +126,32 @@ def bars(
 
 
 def areas(
-    layers: Mapping[str, tuple[float, float]],
+    layers: Mapping[str, Sequence[float]],
     *,
+    at: Sequence[float],
     top: float,
     title: str,
-    span: float,
     xlabel: str,
     limit: float,
     limit_text: str,
     marks: Sequence[tuple[float, str]],
+    xticks: Sequence[tuple[float, str]] | None = None,
 ) -> tuple[list[str], float]:
-    """Draw stacked areas whose edges are straight, over a quantity that starts at 0.
+    """Draw stacked areas whose edges are straight between points.
+
+    Args:
+        layers: Role in `COLORS` to its value at each point.
+        at: The points, from 0 on.
+        marks: Vertical lines, each with words.
+        xticks: What stands below the axis, and where; None means numbers.
 
     Returns:
         The shapes, and where they end.
     """
     left, right, tall = 46.0, WIDTH - 14.0, 150.0
     first = top + 44 + 17 * len(marks)
-    base = first + tall
-    most = 1.06 * max(limit, sum(at_end for _, at_end in layers.values()))
+    base, span = first + tall, at[-1]
+    most = 1.06 * max(limit, *map(sum, zip(*layers.values(), strict=True)))
     shapes = [text(0, top + FONT, title, bold=True)]
     # What the dashed line means stands beside a piece of it: words on coloured areas could not be read.
     shapes.append(line(0, top + 26, 26, top + 26, role="mark", dashed=True))
@@ -159,15 +166,15 @@ def areas(
     for tick in ticks(most):
         shapes.append(line(left, up(tick), right, up(tick)))
         shapes.append(text(left - 5, up(tick) + 4, f"{tick:,g}", anchor="end"))
-    low = (0.0, 0.0)
-    for role, (at_start, at_end) in layers.items():
-        high = (low[0] + at_start, low[1] + at_end)
-        corners = ((0, low[0]), (0, high[0]), (span, high[1]), (span, low[1]))
-        points = " ".join(f"{_n(across(x))},{_n(up(y))}" for x, y in corners)
+    low = [0.0] * len(at)
+    for role, values in layers.items():
+        high = [below + value for below, value in zip(low, values, strict=True)]
+        edge = [*zip(at, high, strict=True), *reversed([*zip(at, low, strict=True)])]
+        points = " ".join(f"{_n(across(x))},{_n(up(y))}" for x, y in edge)
         shapes.append(f'<polygon points="{points}" fill="{COLORS[role]}"/>')
         low = high
-    for tick in ticks(span):
-        shapes.append(text(across(tick), base + 15, f"{tick:,g}", anchor="middle"))
+    for tick, words in [(tick, f"{tick:,g}") for tick in ticks(span)] if xticks is None else xticks:
+        shapes.append(text(across(tick), base + 15, words, anchor="middle"))
     shapes.append(text((left + right) / 2, base + 31, xlabel, anchor="middle"))
     shapes.append(line(left, up(limit), right, up(limit), role="mark", dashed=True))
     for place, (value, words) in enumerate(marks):

@@ -122,7 +122,7 @@ def _picture(
         edges,
         top=below + 20,
         title="GB at the peak, with fewer or more such blocks",
-        span=span,
+        at=(0, span),
         xlabel="blocks",
         limit=limit,
         limit_text=limit_text,

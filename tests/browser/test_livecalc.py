@@ -6,6 +6,7 @@ import json
 from html import unescape
 
 import pytest
+from bs4 import BeautifulSoup
 
 from lablib.live.explorer import PARTS, find_explorer
 from tests.browser.test_site import DESK, PHONE, Visit
@@ -13,16 +14,17 @@ from tests.browser.test_site import address as address
 from tests.browser.test_site import browser as browser
 from tests.browser.test_site import context as context
 from tests.built_site import MATHJAX_CDN, MATHJAX_IS_LOCAL, SITE, parsed
+from tests.test_models import LLAMA_3_8B
 
 pytestmark = pytest.mark.site
 
 #: Page to the explorers on it. The first state is the one of the page.
-PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero", "index": "training"}
+PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero", "index": "cluster"}
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
 PYODIDE_IS_LOCAL = (SITE / "_static" / "livecalc" / "pyodide.mjs").exists()
 #: Fetched when Python starts, and not before.
 LAZY = ("livecalc_worker", "/livecalc/", "pyodide")
-EACH = pytest.mark.parametrize("page", [page for page in PAGES if page != "index"])
+EACH = pytest.mark.parametrize("page", PAGES)
 
 
 def box_of(page):
@@ -36,6 +38,8 @@ def first_state(explorer, page):
         field = box_of(page).select_one(f"[name={control.name}]")
         if field.name == "select":
             state[control.name] = field.select_one("option[selected]")["value"]
+        elif field.name == "textarea":
+            state[control.name] = field.text
         else:
             state[control.name] = json.loads(field["data-options"])[int(field["value"])][0]
     return explorer.state(state)
@@ -55,6 +59,8 @@ class Live(Visit):
         super().__init__(context, address, page, query=query)
         self.root = self.page.locator(f".livecalc[data-name={PAGES[page]}]")
         self.root.locator("form").wait_for(state="visible")
+        for fold in self.root.locator(".livecalc-more summary").all():
+            fold.click()
 
     def __exit__(self, *_):
         self._context.remove_listener("request", self._listen)
@@ -156,6 +162,10 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
         if page == "book/01_why_distributed":
             what_a_control_cannot_take_is_clipped_and_said(live)
         what_has_no_answer_leaves_the_last_one_in_grey(live)
+        if page == "index":
+            a_question_is_answered_when_it_is_asked(live)
+            a_pasted_config_is_counted(live)
+            what_is_copied_is_what_is_shown(live)
         query = the_address_holds_the_state(live)
         state = live.state()
         assert live.abroad == []
@@ -179,24 +189,24 @@ def nothing_is_fetched_before_the_first_touch(live):
 def every_control_moved_by_keyboard_shows_pythons_numbers(live):
     waited = []
     for control in live.explorer.controls:
+        if control.free:
+            continue
         values = [value for value, _ in control.options]
         first = values.index(live.first[control.name])
-        seen = {live.first[control.name]}
         # A step down, and up again beyond the first: tests/test_explorers.py computes every state.
         # A list goes down with Arrow Up.
         fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
         down, up = min(first, 1), min(len(values) - 1 - first, 1)
-        for key in [fewer] * down + [more] * (down + up):
+        places = [first - step for step in range(1, down + 1)] + [
+            first - down + step for step in range(1, down + up + 1)
+        ]
+        for key, place in zip([fewer] * down + [more] * (down + up), places, strict=True):
             waited.append(live.press(control.name, key))
-            state = live.state()
-            assert {n: v for n, v in state.items() if n != control.name} == {
-                n: v for n, v in live.first.items() if n != control.name
-            }
-            seen.add(state[control.name])
-            live.holds(state)
-        if live.state() != live.first:
+            asked = live.first | {control.name: values[place]}
+            live.holds(asked)
+            assert live.state() == live.explorer.clip(asked)[0]
+        if live.page.url.partition("?")[2]:
             live.reset()
-        assert seen == set(values[first - down : first + up + 1]), control.name
         assert live.state() == live.first
     print(f"first answer {waited[0]:.0f} ms, later {sorted(waited[1:])[len(waited) // 2]:.0f} ms (median)")
 
@@ -204,7 +214,7 @@ def every_control_moved_by_keyboard_shows_pythons_numbers(live):
 def the_call_is_shown_on_request_and_follows_the_state(live):
     call = live.root.locator("[data-part=call]")
     assert not call.is_visible()
-    live.root.locator("summary").press("Enter")
+    live.root.locator(".livecalc-call summary").press("Enter")
     assert call.is_visible()
     live.press(live.explorer.controls[0].name, "ArrowDown")
     assert call.is_visible()
@@ -246,6 +256,49 @@ def what_has_no_answer_leaves_the_last_one_in_grey(live):
     select.evaluate("field => field.lastChild.remove()")
     live.reset()
     assert live.root.locator("figure").evaluate("node => getComputedStyle(node).filter") == "none"
+
+
+def a_question_is_answered_when_it_is_asked(live):
+    button = live.root.locator("[data-part=question]")
+    assert not button.is_visible()
+    before = live.answers()
+    live.field("recompute").select_option("none")
+    live.wait(before)
+    assert button.inner_text() == "What would make it fit?"
+    button.press("Enter")
+    live.page.wait_for_function("root => root.dataset.replies", arg=live.root.element_handle(), timeout=90_000)
+    rows = [row.inner_text() for row in live.root.locator("[data-part=reply] td").all()]
+    meant = BeautifulSoup(live.explorer.reply(**live.state()), "html.parser").select("td")
+    assert rows == [cell.text for cell in meant] != []
+    live.reset()
+    # Another answer takes its place.
+    assert live.root.locator("[data-part=reply]").inner_text() == ""
+
+
+def a_pasted_config_is_counted(live):
+    before = live.answers()
+    live.field("config").fill(json.dumps(LLAMA_3_8B))
+    live.wait(before)
+    live.holds(live.first | {"config": json.dumps(LLAMA_3_8B)})
+    assert "cluster.config=" in live.page.url
+    before = live.answers()
+    live.field("config").fill("{")
+    live.wait(before)
+    assert "the pasted config.json is not JSON" in live.root.locator(".livecalc-note").inner_text()
+    # An address that no program would pass on whole is not made.
+    address, before = live.page.url, live.answers()
+    live.field("config").fill(json.dumps(LLAMA_3_8B | {"more": "x" * 6000}))
+    live.wait(before)
+    assert live.page.url == address
+    assert "too long" in live.root.locator(".livecalc-unknown").inner_text()
+    live.reset()
+
+
+def what_is_copied_is_what_is_shown(live):
+    live.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for name, words in (("address", live.page.url), ("command", live.root.locator("[data-part=command]").inner_text())):
+        live.root.locator(f"[data-copy={name}]").click()
+        live.page.wait_for_function("words => navigator.clipboard.readText().then(text => text === words)", arg=words)
 
 
 def the_address_holds_the_state(live):
@@ -337,7 +390,7 @@ _CONTRAST = """node => {
     ],
 )
 def test_what_the_address_asks_for_and_nobody_knows_is_named(context, address, query, said):
-    with Live(context, address, "index", f"?training.{query}") as live:
+    with Live(context, address, "book/01_why_distributed", f"?training.{query}") as live:
         note = live.root.locator(".livecalc-unknown")
         assert f"The address asks for {said}" in note.inner_text()
         shown = ", ".join(f"{name}={value}" for name, value in live.first.items())

@@ -46,7 +46,7 @@ from lablib.calc.layouts.planner.explain import (
 )
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, check_nodes, cluster
 from lablib.calc.layouts.planner.memory import layout_memory
-from lablib.calc.layouts.planner.peak import Counting, counted_run, layout_peak
+from lablib.calc.layouts.planner.peak import Counting, Peak, counted_run, layout_peak, peak_and_step
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, KERNELS, Fitted, Framework, Rates, generation
 from lablib.calc.layouts.planner.search import NEAREST, Candidate, Plan, divisors, nothing_fits, plan
 from lablib.calc.layouts.planner.time import (
@@ -81,6 +81,7 @@ __all__ = [
     "Layout",
     "Likeness",
     "MicroBatch",
+    "Peak",
     "Plan",
     "Rates",
     "Run",
@@ -109,6 +110,7 @@ __all__ = [
     "not_modelled",
     "nothing_fits",
     "pass_seconds",
+    "peak_and_step",
     "plan",
     "plan_reasons",
     "predict_run",

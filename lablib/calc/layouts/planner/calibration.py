@@ -27,8 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from itertools import product
-from pathlib import Path
 
 from lablib.calc.errors import plural
 from lablib.calc.flops import step_flops
@@ -354,7 +354,7 @@ def counting_of_run(run: Run, zero: int | None = None) -> Counting:
 
 # How wrong predictions of measured runs were
 
-MEASURED = Path(__file__).with_name("measured.json")
+MEASURED = resources.files(__package__) / "measured.json"  # also where the package is a zip file
 LIKE_THIS = (
     "source", "card", "precision", "experts", "tp", "cp", "pp", "ep", "cp_way", "gathers", "billions", "seq", "gpus",
     "ratio",

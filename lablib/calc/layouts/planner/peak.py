@@ -14,7 +14,7 @@ from lablib.calc.layouts.planner.layout import FIELDS, Layout
 from lablib.calc.layouts.planner.memory import block_activations
 from lablib.calc.layouts.planner.time import Workload, cached_by
 from lablib.calc.memory import UNPROVEN_SHARE, RunConfig, sum_by_role, unproven
-from lablib.calc.memory.timeline import MemoryInstant, memory_peak
+from lablib.calc.memory.timeline import MemoryInstant, Step, memory_peak
 from lablib.calc.schedules import layers_per_stage
 
 
@@ -139,11 +139,16 @@ def layout_peak(load: Workload, layout: Layout, counting: Counting | None = None
 
 @cached_by(*FIELDS)
 def _peak(load: Workload, layout: Layout, counting: Counting) -> Peak:
+    return peak_and_step(load, layout, counting)[0]
+
+
+def peak_and_step(load: Workload, layout: Layout, counting: Counting) -> tuple[Peak, Step]:
+    """Return the peak of a layout, and the step on the stage that has it, of which nothing is remembered."""
     run = counted_run(load, layout, counting)
     instant, step = memory_peak(run, step=counting.step)
     names = unproven(run)
     spare = round(UNPROVEN_SHARE * instant.total) if names and counting.spares else 0
-    return Peak(step.stage.number, _when(instant), dict(instant.terms), names, spare)
+    return Peak(step.stage.number, _when(instant), dict(instant.terms), names, spare), step
 
 
 def refusal(load: Workload, layout: Layout, counting: Counting) -> str:

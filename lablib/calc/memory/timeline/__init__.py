@@ -12,7 +12,7 @@ Read `timeline` for the table of instants, then `step`. Chapters 01 and 09.
 """
 
 from lablib.calc.memory.timeline.explain import explain_instant
-from lablib.calc.memory.timeline.step import MemoryInstant
+from lablib.calc.memory.timeline.step import MemoryInstant, Step
 from lablib.calc.memory.timeline.timeline import STEPS, MemoryTimeline, memory_peak, memory_timeline
 
-__all__ = ["STEPS", "MemoryInstant", "MemoryTimeline", "explain_instant", "memory_peak", "memory_timeline"]
+__all__ = ["STEPS", "MemoryInstant", "MemoryTimeline", "Step", "explain_instant", "memory_peak", "memory_timeline"]
