@@ -51,7 +51,7 @@ def _append(app: Sphinx, docname: str, source: list[str]) -> None:
     folder, _, page = docname.partition("/")
     if folder != "book" or page not in app.framework_facts:
         return
-    app.env.note_dependency(str(FACTS), docname=docname)
+    app.env.note_dependency(str(FACTS))
     source[0] = source[0].rstrip("\n") + folded(app.framework_facts[page])
 
 

@@ -4,15 +4,19 @@ Installed releases are read as they are, others where `make frameworks` brought 
 """
 
 import json
+import re
 from dataclasses import asdict, replace
 from itertools import groupby
 
 import pytest
+from typer import Context
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from lablib.cli.main import app as rung
 from tests.evidence import facts as evidence
 from tests.evidence.__main__ import app
-from tests.evidence.facts import broken, installed, read_facts, unsaid
+from tests.evidence.facts import ROOT, broken, installed, read_facts, unsaid
 
 TABLE = sorted(read_facts(), key=lambda fact: fact.release)
 RELEASES = {release: list(rows) for release, rows in groupby(TABLE, lambda fact: fact.release)}
@@ -78,3 +82,39 @@ def test_a_file_of_a_repository_is_fetched_once_and_read(tmp_path, monkeypatch):
     assert list(evidence.look_up([row])) == []
     (there / "owner/repository/v1/a.cc").unlink()
     assert list(evidence.look_up([row])) == []
+
+
+def _own_options():
+    """Return the options of this project's commands."""
+    found, groups = set(), [get_command(rung), get_command(app)]
+    while groups:
+        group = groups.pop()
+        context = Context(group)
+        for command in (group.get_command(context, name) for name in group.list_commands(context)):
+            found |= {name for parameter in command.params for name in parameter.opts}
+            groups += [command] if hasattr(command, "list_commands") else []
+    return found
+
+
+#: Slurm's, which is no package.
+NOT_LOOKED_UP = {"--requeue", "--signal"}
+
+
+def test_a_flag_in_the_prose_has_a_row():
+    """A flag that a page names in its text is this project's, or a row says in which file it was read."""
+    known = NOT_LOOKED_UP | _own_options()
+    unread = {page.stem: sorted(_unread_flags(page) - known) for page in (ROOT / "book").glob("*.md")}
+    assert {page: flags for page, flags in unread.items() if flags} == {}
+
+
+def _unread_flags(page):
+    prose = re.sub(r"(?ms)^(`{3,}|~{3,}).*?^\1", "", page.read_text(encoding="utf-8"))
+    rows = [fact for fact in TABLE if fact.page == page.stem]
+    read = " ".join(text for fact in rows for text in (fact.says, *fact.has, *fact.lacks))
+    flags = {
+        flag
+        for line in prose.splitlines()
+        if not any(fact.says in line for fact in rows)
+        for flag in re.findall(r"`(--[a-z][a-z0-9-]+)[^`]*`", line)
+    }
+    return {flag for flag in flags if flag not in read and flag[2:].replace("-", "_") not in read}
