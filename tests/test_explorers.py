@@ -24,17 +24,21 @@ from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
 from lablib.calc.parallel import max_params, zero_state_bytes
 from lablib.calc.params import count_params
+from lablib.calc.schedules import schedule
 from lablib.cli.main import app as rung
 from lablib.live import cluster as explore_cluster
+from lablib.live import pipeline as explore_pipeline
 from lablib.live import svg
 from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
 from lablib.live.explorer import PARTS, Control, answer_json, find_explorer
+from lablib.view.schedules import ACTION_COLORS
 from lablib.view.style import COLORS
 from tests.scripts import ROOT, load
 from tests.test_models import LLAMA_3_8B
 
 TRAINING, ZERO, CLUSTER = explore_training.EXPLORER, explore_zero.EXPLORER, explore_cluster.EXPLORER
+PIPELINE = explore_pipeline.EXPLORER
 #: Every module of lablib.live that has one.
 EXPLORERS = {
     name: module.EXPLORER
@@ -205,8 +209,23 @@ def _same_cluster(names, answer, state, printed):
         ]
 
 
+def _same_pipeline(names, answer, state, printed):
+    timeline, numbers = names["timeline"], answer["numbers"]
+    assert round(1000 * timeline.makespan) == numbers["makespan"]
+    assert round(1e6 * timeline.bubble_over_ideal) == numbers["over_ideal"]
+    assert round(1e6 * timeline.bubble_over_total) == numbers["over_total"]
+    held = [numbers[f"held_{rank}"] for rank in range(timeline.schedule.num_ranks)]
+    assert [round(1000 * most) for most in timeline.peak_in_flight] == held
+
+
 #: By explorer: that what its call computes and prints is what its page shows. A new one is missed here.
-SAME_NUMBERS = {"training": _same_training, "zero": _same_zero, "formulas": _same_formulas, "cluster": _same_cluster}
+SAME_NUMBERS = {
+    "training": _same_training,
+    "zero": _same_zero,
+    "formulas": _same_formulas,
+    "cluster": _same_cluster,
+    "pipeline": _same_pipeline,
+}
 
 
 def test_the_cluster_explorer_its_command_and_its_changes_are_one_truth():
@@ -263,6 +282,45 @@ def test_a_pasted_config_is_counted_and_a_broken_one_is_said():
         assert said in reply["error"], reply
 
 
+def test_the_pipeline_explorer_keeps_to_the_formulas_and_its_command():
+    for name, bubble, held in (("gpipe", 3 / 8, 8), ("1f1b", 3 / 8, 4), ("naive", 3, 1)):
+        answer = PIPELINE.answer({"name": name, "p": 4, "m": 8})
+        assert answer["numbers"]["over_ideal"] == round(1e6 * bubble)
+        assert answer["numbers"]["held_0"] == 1000 * held
+        assert f"Idle over ideal time is {bubble:.1%}" in answer["caption"]
+        words = unescape(answer["command"]).split()[1:]
+        found = json.loads(CliRunner().invoke(rung, [*words, "--json"]).stdout)
+        assert round(1000 * found["makespan"]) == answer["numbers"]["makespan"]
+    # A slow last stage is waited for by all: 8 micro-batches of 1.5 times 3 each.
+    slow = PIPELINE.answer({"name": "1f1b", "p": 4, "m": 8, "last": 150})
+    assert slow["numbers"]["makespan"] == 1000 * (8 * 4.5 + 3 * 3)
+    assert slow["command"] == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "marks"),
+    [
+        ("0F0 0B0 0F1 0B1\n1F0 1B0 1B1 1F1", "1B1 needs 1F1, which rank 1 runs later, in step 3", {"step_1": 2}),
+        ("0F0 0F1 0B1 0B0\n1F0 1B0 1F1", "1B1 is missing", {"step_0": 2}),
+        ("0F0 1F0 0B0 1B0", "rank 0, step 2: 0B0 needs 1B0, which rank 0 runs in step 3", {"step_0": 2}),
+    ],
+)
+def test_a_wrong_step_of_an_own_schedule_is_marked(own, said, marks):
+    answer = PIPELINE.answer({"own": own})
+    assert said in unescape(answer["caption"])
+    assert answer["numbers"].items() >= marks.items()
+    outlined = [shape for shape in ElementTree.fromstring(answer["picture"]) if shape.get("fill") == "none"]
+    assert len(outlined) == answer["numbers"]["marks"] == len(marks)
+
+
+def test_an_own_schedule_is_timed_as_the_one_of_that_name():
+    text = "\n".join(" ".join(map(str, steps)) for steps in schedule("zb-h1", 3, 6).ranks)
+    own, named = (PIPELINE.answer(state)["numbers"] for state in ({"own": text}, {"name": "zb-h1", "p": 3, "m": 6}))
+    assert own == named
+    with pytest.raises(ValueError, match="is not an action"):
+        PIPELINE.answer({"own": "forward"})
+
+
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
 def test_every_picture_is_sound(explorer):
     for state in around(explorer) + at_random(explorer, 10):
@@ -286,15 +344,14 @@ def test_every_picture_is_sound(explorer):
             assert max(down) <= tall, state
         ElementTree.fromstring(answer["table"])
         # Every colour of the picture has its name in it.
-        used = {shape.get("fill") for shape in tree if shape.tag.endswith(("rect", "polygon"))}
-        texts = {shape.text for shape in tree}
-        assert {role for role, color in svg.COLORS.items() if color in used} <= texts
+        used = {shape.get("fill") for shape in tree if shape.tag.endswith(("rect", "polygon"))} - {"none"}
+        named = {svg.COLORS[shape.text] for shape in tree if shape.text in svg.COLORS}
+        assert used <= named
 
 
 def test_a_colour_means_the_same_as_in_the_figures():
-    same = {role: color for role, color in svg.COLORS.items() if role != "buffers"}
-    assert same == {role: COLORS[role] for role in same}
-    assert svg.COLORS["buffers"] == COLORS["neutral"]
+    known = COLORS | dict(ACTION_COLORS.values()) | {"buffers": COLORS["neutral"]}
+    assert {role: known[role] for role in svg.COLORS} == svg.COLORS
 
 
 def test_what_cannot_be_chosen_is_refused():

@@ -6,6 +6,7 @@ calls the same function for every other. Standard library and calc only, because
     explorer   controls and states, and how one is found
     cluster    a run on many GPUs: memory, time, money      the home page
     training   the memory of a training run      chapter 01
+    pipeline   a schedule over time              chapter 04
     zero       what a rank holds by stage        chapter 05
     formulas   the sheet for a job of yours      the sheet of formulas
     svg        SVG as text

@@ -22,6 +22,11 @@ COLORS = {
     "optimizer": "#1b9e77",
     "activations": "#b5629b",
     "buffers": "#7a828c",
+    "forward": "#479ccf",
+    "backward": "#cf5a3c",
+    "backward: input": "#b5629b",
+    "backward: weight": "#d87e1e",
+    "idle": "#8c939c",
 }
 _GRID = "var(--figure-grid, rgba(128, 128, 128, 0.35))"
 
@@ -56,11 +61,20 @@ def picture(shapes: Sequence[str], height: float, alt: str) -> str:
     )
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False, role: str = "") -> str:
+def text(
+    x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False, role: str = "", white: bool = False
+) -> str:
     """Return a line of text."""
     weight = ' font-weight="700"' if bold else ""
-    fill = f' fill="{COLORS[role]}"' if role else ""
+    fill = f' fill="{COLORS[role]}"' if role else ' fill="#fff"' if white else ""
     return f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{weight}{fill}>{escape(words)}</text>'
+
+
+def rect(x: float, y: float, wide: float, tall: float, role: str, *, pale: bool = False, outline: bool = False) -> str:
+    """Return a box in the colour of its role, or the outline of one in that of the text."""
+    look = 'fill="none" stroke="currentColor" stroke-width="2.5"' if outline else f'fill="{COLORS[role]}"'
+    look += ' opacity="0.35"' if pale else ""
+    return f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}" {look}/>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, role: str = "", dashed: bool = False) -> str:

@@ -19,7 +19,12 @@ from tests.test_models import LLAMA_3_8B
 pytestmark = pytest.mark.site
 
 #: Page to the explorers on it. The first state is the one of the page.
-PAGES = {"book/01_why_distributed": "training", "book/05_zero": "zero", "index": "cluster"}
+PAGES = {
+    "book/01_why_distributed": "training",
+    "book/04_pipeline_parallelism": "pipeline",
+    "book/05_zero": "zero",
+    "index": "cluster",
+}
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
 PYODIDE_IS_LOCAL = (SITE / "_static" / "livecalc" / "pyodide.mjs").exists()
 #: Fetched when Python starts, and not before.
@@ -65,6 +70,13 @@ class Live(Visit):
     def __exit__(self, *_):
         self._context.remove_listener("request", self._listen)
         super().__exit__()
+
+    @property
+    def choice(self):
+        """Name of a control with a list."""
+        return [
+            control.name for control in self.explorer.controls if not (control.slider or control.free or control.fold)
+        ][-1]
 
     @property
     def lazy(self):
@@ -166,11 +178,13 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
             a_question_is_answered_when_it_is_asked(live)
             a_pasted_config_is_counted(live)
             what_is_copied_is_what_is_shown(live)
+        if page == "book/04_pipeline_parallelism":
+            a_wrong_step_is_marked(live)
         query = the_address_holds_the_state(live)
         state = live.state()
         assert live.abroad == []
         assert live.errors == [] or not MATHJAX_IS_LOCAL
-    with Live(context, address, page, f"?{query}&{live.explorer.name}.device=abacus") as live:
+    with Live(context, address, page, f"?{query}&{live.explorer.name}.{live.choice}=abacus") as live:
         a_link_shows_its_state(live, state)
 
 
@@ -219,7 +233,7 @@ def the_call_is_shown_on_request_and_follows_the_state(live):
     live.press(live.explorer.controls[0].name, "ArrowDown")
     assert call.is_visible()
     assert call.inner_text() == unescape(live.explorer.answer(live.state())["call"])
-    assert str(live.state()["model"]) in call.inner_text()
+    assert str(live.state()[live.explorer.controls[0].name]) in call.inner_text()
     live.reset()
 
 
@@ -244,12 +258,12 @@ def what_a_control_cannot_take_is_clipped_and_said(live):
 
 
 def what_has_no_answer_leaves_the_last_one_in_grey(live):
-    select = live.field("device")
+    select = live.field(live.choice)
     select.evaluate("field => field.append(new Option('abacus', 'abacus'))")
     before = live.answers()
     select.select_option("abacus")
     live.wait(before)
-    assert "unknown device 'abacus'" in live.root.locator(".livecalc-note").inner_text()
+    assert f"unknown {live.choice} 'abacus'" in live.root.locator(".livecalc-note").inner_text()
     live.shows(live.explorer.answer(live.first), live.first)
     for part in ("figure", "[data-part=table]"):
         assert live.root.locator(part).evaluate("node => getComputedStyle(node).filter") == "grayscale(1)"
@@ -294,6 +308,17 @@ def a_pasted_config_is_counted(live):
     live.reset()
 
 
+def a_wrong_step_is_marked(live):
+    for own in ("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1", "0F0 0B0 0F1 0B1\n1F0 1B0 1B1 1F1"):
+        before = live.answers()
+        live.field("own").fill(own)
+        live.wait(before)
+        live.holds(live.first | {"own": own})
+    assert "1B1 needs 1F1" in live.root.locator("figcaption").inner_text()
+    assert live.root.locator("svg rect[fill=none]").count() == 1
+    live.reset()
+
+
 def what_is_copied_is_what_is_shown(live):
     live.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     for name, words in (("address", live.page.url), ("command", live.root.locator("[data-part=command]").inner_text())):
@@ -320,8 +345,8 @@ def a_link_shows_its_state(live, state):
     live.holds(state)
     live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=90_000)
     # The link also asks for an abacus, and its address is as it was shared.
-    assert "asks for device=abacus, which is not one of " in live.root.locator(".livecalc-unknown").inner_text()
-    assert "device=abacus" in live.page.url
+    assert f"asks for {live.choice}=abacus, which is not one of " in live.root.locator(".livecalc-unknown").inner_text()
+    assert f"{live.choice}=abacus" in live.page.url
     live.reset()
     assert not live.root.locator(".livecalc-unknown").is_visible()
     assert "abacus" not in live.page.url
