@@ -202,6 +202,18 @@ def test_the_last_length_that_cp_divides_is_ended_by_the_positions() -> None:
     assert "the 1,024 learned positions of gpt2 end it" in found.trade
 
 
+def test_a_search_ends_where_the_implementation_was_not_measured() -> None:
+    """A ring of Hugging Face's Mistral is counted below its window of 4,096 tokens, and two ranks cut four pieces."""
+    settings = {"gpu": "a100-80gb", "cp": 2, "implementation": "hf", "recipe": "fp32"}
+    small = setup("mistral-7b-v0.1", seq=2048, zero=3, recompute="full", **settings)
+    found = longest_sequence(small)
+    assert (found.value, found.beyond) == (4092, None)
+    assert "longer ones are not counted: implementation='hf' with cp=2 does not know mistral-7b-v0.1" in found.trade
+    with pytest.raises(ValueError, match="sliding window"):
+        small.replace(seq=4096)
+    assert small.replace(seq=4092).within_budget
+
+
 def test_more_replicas_never_need_more() -> None:
     # What halving a shape relies on: from two replicas on, and two for each expert-parallel group.
     for seed in range(30):

@@ -60,7 +60,9 @@ def plan(
     tp: Annotated[int | None, typer.Option(help="Fix tensor-parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(help="Fix context-parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix expert-parallel ranks.")] = None,
-    shard: Annotated[int | None, typer.Option(help="Fix ranks that share one copy of what ZeRO shards (HSDP).")] = None,
+    shard: Annotated[
+        int | None, typer.Option(help="Fix ranks that share one copy of what ZeRO shards (HSDP); 0: all.")
+    ] = None,
     etp: Annotated[
         int | None, typer.Option(help="Fix ranks that split one expert, ep folded over tp, cp and dp.")
     ] = None,
@@ -120,7 +122,7 @@ def plan(
         "sequence_parallel": sequence_parallel, "imbalance": imbalance,
         "reserve": None if reserve is None else parse_bytes(reserve),
         "optimizer": optimizer, "offload": offload, "tuning": tuning,
-        **{name: value for name, value in layout.items() if value is not None},
+        **{name: value for name, value in layout.items() if value is not None}, **({"shard": None} if shard == 0 else {}),
     }  # fmt: skip
     if export:
         from lablib.calc.layouts import export_plan

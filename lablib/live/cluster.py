@@ -6,11 +6,11 @@ changes of `rung fit`. dp is what tp, pp and cp leave of the GPUs.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from itertools import pairwise
 
+from lablib.calc.errors import parse_json
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.fit import cheapest_change, setup
 from lablib.calc.layouts.planner import (
@@ -66,7 +66,7 @@ def read_model(model: str, config: str) -> ModelConfig:
     if not config.strip():
         return preset(model)
     try:
-        fields = json.loads(config)
+        fields = parse_json(config)
     except ValueError as error:
         raise ValueError(f"the pasted config.json is not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -87,6 +87,8 @@ def job(
         settings |= {"ep": ep, "etp": expert_split(tp, ep)}
     if gpus > (node := accelerator(device).gpus_per_node) and gpus % node:
         settings["gpus_per_node"] = 2 ** (node.bit_length() - 1)  # of 72 in a rack, 64 share a power of two
+    if others["zero"] == 3:
+        settings["shard"] = None  # one copy over all ranks: a plan would also try one for each node
     chosen = {"zero": others["zero"], "micro_batch": micro_batch, "recompute": others["recompute"]}
     return found, settings | chosen | {"schedule": "1f1b", "virtual_stages": 1}
 
@@ -346,12 +348,14 @@ def _command(state: dict[str, Value], settings: dict[str, object], *, fits: bool
     model = "config.json" if state["config"].strip() else state["model"]
     names = {name.rstrip("_"): value for name, value in settings.items()}
     if not fits:
-        for name in ("global_batch", "schedule", "virtual_stages"):
-            del names[name]
+        for name in ("global_batch", "schedule", "virtual_stages", "shard"):
+            names.pop(name, None)
         names |= {"num_microbatches": state["rounds"], "gradient_as_bucket_view": True}
         names["reserve"] = f"{_reserve(state['device'])}B"
         names["sequence_parallel"] = state["tp"] > 1
     words = ["rung", "plan" if fits else "fit", model]
+    if "shard" in names:
+        names["shard"] = 0
     for name, value in names.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -89,10 +89,11 @@ def largest_micro_batch(model: Model, **settings: object) -> Answer:
 def longest_sequence(model: Model, **settings: object) -> Answer:
     """Return the longest sequence that fits, everything else as given, a multiple of `calc.parallel.sequence_step`.
 
-    Learned positions end at the table's last row, all else at the longest sequence that the calculator takes.
+    Learned positions end at the table's last row, all else at the longest sequence that the calculator takes; what an
+    implementation was not measured with, such as a window under cp, ends where it begins.
     """
     spec = as_spec(model, settings)
-    run = spec.run
+    run, refused = spec.run, []
     grain = sequence_step(tp=run.tp, cp=run.cp, sequence_parallel=run.sequence_parallel, cp_way=run.cp_way)
     positions = run.model.max_positions
     most = positions if run.model.learned_positions else LONGEST
@@ -101,13 +102,22 @@ def longest_sequence(model: Model, **settings: object) -> Answer:
         return spec.replace(seq=number)
 
     def need(steps: int) -> float:
-        return at(steps * grain).memory if steps * grain <= most else float("inf")
+        try:
+            return at(steps * grain).memory if steps * grain <= most else float("inf")
+        except ValueError as error:
+            if steps * grain <= run.seq:
+                raise
+            refused.append((steps * grain, str(error)))
+            return float("inf")
 
     value = grain * last_within(need, spec.budget)
-    beyond = value + grain if value + grain <= most else None
+    ends = refused and min(refused)[0] == value + grain
+    beyond = value + grain if value + grain <= most and not ends else None
     trade = _kept(spec, at(value), "seq") if value else ""
     if value and beyond is None and run.model.learned_positions:
         trade += f"; the {positions:,} learned positions of {run.model.name} end it, not the memory"
+    elif ends:
+        trade += f"; longer ones are not counted: {min(refused)[1]}"
     elif value > positions:
         trade += f"; {run.model.name} was made for {positions:,}: longer ones fit, and need other positions"
     return _answer("longest sequence", "tokens", spec, value, beyond, at, trade)
