@@ -14,8 +14,8 @@ from tests.planted import listed
 
 
 def _mine(size, group):
-    width = size // group.size()
-    return slice(group.rank() * width, (group.rank() + 1) * width)
+    width = size // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * width, (dist.get_rank(group) + 1) * width)
 
 
 def _summed(tensor, group, op=dist.ReduceOp.SUM):
@@ -37,8 +37,8 @@ class _Around(torch.autograd.Function):
         return ctx.undo(grad, ctx.group), None, None, None
 
 
-def _same(x, group):
-    return x.view_as(x)
+_same = lambda x, group: x.view_as(x)
+_summed_everywhere = lambda x, group: _summed(x, None)
 
 
 def _in_place(x, group):
@@ -69,10 +69,10 @@ class enter_columns:
     averages = lambda x, group: _Around.apply(x, group, _same, lambda grad, g: _summed(grad, g) / g.size())
     sums_forward_too = lambda x, group: _Around.apply(x, group, _summed, _summed)
     g_in_place_of_f = lambda x, group: reduce_from_tp(x, group)
+    over_the_whole_job = lambda x, group: _Around.apply(x, group, _same, _summed_everywhere)
 
-    def gathers_all_gradients(x, group):
-        """Right, for more bytes than a sum takes."""
-        return _Around.apply(x, group, _same, lambda grad, g: sum(_pieces_of_all(grad, g)))
+    # Right, for more bytes than a sum takes.
+    gathers_all_gradients = lambda x, group: _Around.apply(x, group, _same, lambda z, g: sum(_pieces_of_all(z, g)))
 
     def a_hook_on_x_itself(x, group):
         """Sums the path around the layer too."""
@@ -114,7 +114,7 @@ class leave_rows:
     def sum_on_rank_0(part, group):
         def forward(x, g):
             total = x.clone()
-            dist.reduce(total, 0, group=g)
+            dist.reduce(total, group_dst=0, group=g)
             return total if g.rank() == 0 else x.clone()
 
         return _Around.apply(part, group, forward, _same)
@@ -125,6 +125,7 @@ class leave_rows:
         return part + sum(others)
 
     loses_autograd = lambda part, group: _summed(part, group)
+    over_the_whole_job = lambda part, group: _Around.apply(part, group, _summed_everywhere, _same)
     # The other ranks' parts are a constant for autograd.
     right = lambda part, group: part + (_summed(part, group) - part.detach())
 
@@ -134,8 +135,8 @@ class leave_rows:
         return part
 
 
-def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True):
-    mine = _mine(len(up), group)
+def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True, cut=_mine):
+    mine = cut(len(up), group)
     inner = torch.relu(F.linear(enter(x, group), up[mine], up_bias[mine]))
     part = F.linear(inner, down[:, mine], None if after else down_bias)
     total = leave(part, group)
@@ -147,14 +148,16 @@ class split_mlp:
     forgets_g = lambda *case: _half(*case, leave=_same)
     backward_of_g_sums = lambda *case: _half(*case, leave=leave_rows.backward_sums_again)
 
-    def f_twice(x, up, up_bias, down, down_bias, group):
-        return _half(copy_to_tp(x, group), up, up_bias, down, down_bias, group)
-
+    over_the_whole_job = lambda *case: _half(*case, leave=leave_rows.over_the_whole_job)
+    counts_the_ranks_of_the_job = lambda *case: _half(*case, cut=lambda size, group: _mine(size, None))
+    f_twice = lambda x, *others: _half(copy_to_tp(x, others[-1]), *others)
     bias_in_every_part = lambda *case: _half(*case, after=False)
+    # The sum is right, and each rank finds a part of the bias's gradient.
+    bias_shared_out = lambda *case: _half(*case[:4], case[4] / case[5].size(), case[5], after=False)
 
-    def bias_shared_out(x, up, up_bias, down, down_bias, group):
-        """The sum is right, and each rank finds a part of the bias's gradient."""
-        return _half(x, up, up_bias, down, down_bias / group.size(), group, after=False)
+    its_own_rank_of_the_job = lambda *case: _half(
+        *case, cut=lambda *_: slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    )
 
     def bias_on_rank_0(x, up, up_bias, down, down_bias, group):
         share = down_bias if group.rank() == 0 else torch.zeros_like(down_bias)
@@ -165,8 +168,7 @@ class split_mlp:
         inner = torch.relu(F.linear(copy_to_tp(x, group), up[mine], up_bias[mine]))
         return reduce_from_tp(F.linear(inner, down[:, : inner.shape[-1]]), group) + down_bias
 
-    def first_bias_shared_out(x, up, up_bias, down, down_bias, group):
-        return _half(x, up, up_bias / group.size(), down, down_bias, group)
+    first_bias_shared_out = lambda x, up, bias, *others: _half(x, up, bias / others[-1].size(), *others)
 
     def rows_first(x, up, up_bias, down, down_bias, group):
         """Splits the first matrix by inputs: a ReLU of parts is not a part of the ReLU."""
@@ -174,8 +176,7 @@ class split_mlp:
         inner = torch.relu(F.linear(copy_to_tp(x, group)[..., mine], up[:, mine], up_bias))
         return reduce_from_tp(F.linear(inner, down), group) + down_bias
 
-    def splits_nothing(x, up, up_bias, down, down_bias, group):
-        return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
+    splits_nothing = lambda *case: F.linear(torch.relu(F.linear(*case[:3])), *case[3:5])
 
     def without_the_idea_all_compute_all_and_average(x, up, up_bias, down, down_bias, group):
         whole = F.linear(torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)), down)
@@ -287,6 +288,7 @@ def _zeros_around(part, group):
 class gather_tokens:
     cuts_without_a_sum = lambda part, group: _Around.apply(part, group, _stack, _own)
     averages = lambda part, group: _Around.apply(part, group, _stack, lambda grad, g: _cut_sum(grad, g) / g.size())
+    over_the_whole_job = lambda part, group: _Around.apply(part, group, _stack, lambda z, g: _own(_summed(z, None), g))
 
     def stacks_along_dim_0(part, group):
         """What the collective returns, viewed in the right shape: sequences are mixed."""
@@ -298,12 +300,9 @@ class gather_tokens:
 
         return _Around.apply(part, group, forward, _cut_sum)
 
-    def reversed_ranks(part, group):
-        return _Around.apply(part, group, lambda x, g: torch.cat(_pieces_of_all(x, g)[::-1], dim=1), _cut_sum)
-
-    def sums_all_and_cuts(part, group):
-        """Right, with an all-reduce where a reduce-scatter will do."""
-        return _Around.apply(part, group, _stack, lambda grad, g: _own(_summed(grad, g), g))
+    reversed_ranks = lambda *case: _Around.apply(*case, lambda x, g: torch.cat(_pieces_of_all(x, g)[::-1], 1), _cut_sum)
+    # Right, with an all-reduce where a reduce-scatter will do.
+    sums_all_and_cuts = lambda part, group: _Around.apply(part, group, _stack, lambda z, g: _own(_summed(z, g), g))
 
     def right(part, group):
         """Zeros of this rank's own, a constant from the others, and f around both."""
@@ -323,10 +322,10 @@ class gather_tokens:
         def undo(grad, g):
             outgoing = [piece.contiguous() for piece in grad.chunk(g.size(), dim=1)]
             incoming = [torch.empty_like(outgoing[0]) for _ in outgoing]
-            sends = [dist.isend(p, r, group=g) for r, p in enumerate(outgoing) if r != g.rank()]
+            sends = [dist.isend(p, group_dst=r, group=g) for r, p in enumerate(outgoing) if r != g.rank()]
             for r, into in enumerate(incoming):
                 if r != g.rank():
-                    dist.recv(into, r, group=g)
+                    dist.recv(into, group_src=r, group=g)
             for send in sends:
                 send.wait()
             incoming[g.rank()] = outgoing[g.rank()]
@@ -350,12 +349,11 @@ class scatter_tokens:
 
     zeros_in_backward = lambda partial, group: _Around.apply(partial, group, _cut_sum, _zeros_around)
 
-    def backward_sums(partial, group):
-        return _Around.apply(partial, group, _cut_sum, lambda grad, g: _stack(grad, g) * g.size())
-
-    def an_all_reduce_cut(partial, group):
-        """Right, at twice the bytes."""
-        return _Around.apply(partial, group, lambda x, g: _own(_summed(x, g), g), _stack)
+    backward_sums = lambda partial, group: _Around.apply(partial, group, _cut_sum, lambda z, g: _stack(z, g) * g.size())
+    # Right, at twice the bytes.
+    an_all_reduce_cut = lambda partial, group: _Around.apply(
+        partial, group, lambda x, g: _own(_summed(x, g), g), _stack
+    )
 
     def right(partial, group):
         """A list of pieces, and a hook that puts all gradients together."""
@@ -372,7 +370,7 @@ class scatter_tokens:
         def forward(x, g):
             pieces = [piece.clone() for piece in x.chunk(g.size(), dim=1)]
             for rank, piece in enumerate(pieces):
-                dist.reduce(piece, rank, group=g)
+                dist.reduce(piece, group_dst=rank, group=g)
             return pieces[g.rank()]
 
         return _Around.apply(partial, group, forward, _stack)
@@ -416,10 +414,8 @@ class split_qkv:
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
-    def every_key_head_everywhere(*case):
-        """Twice: as copies on all ranks, whose gradients all ranks sum."""
-        _, num_kv_heads, head_dim, tp = case
-        return [(queries, range(num_kv_heads * head_dim), range(tp)) for queries, *_ in _even(*case)]
+    # Twice: as copies on all ranks, whose gradients all ranks sum.
+    every_key_head_everywhere = lambda *case: [(q, range(case[1] * case[2]), range(case[3])) for q, *_ in _even(*case)]
 
     def copies_in_the_wrong_order(num_heads, num_kv_heads, head_dim, tp):
         """Beyond the key heads rank r takes key head r modulo their number."""
@@ -455,18 +451,12 @@ class split_qkv:
 
     heads_for_rows = lambda num_heads, num_kv_heads, head_dim, tp: _even(num_heads, num_kv_heads, 1, tp)
 
-    def starts_and_stops(*case):
-        return [(*((rows[0], rows[-1] + 1) for rows in pair), ranks) for *pair, ranks in _even(*case)]
-
+    starts_and_stops = lambda *case: [(*((r[0], r[-1] + 1) for r in pair), over) for *pair, over in _even(*case)]
     keys_and_values_beside_the_queries = lambda *case: [(queries, keys, keys) for queries, keys, _ in _even(*case)]
-
-    def without_the_idea_no_copy_is_summed(*case):
-        """The rows are right: forward runs, and the copies drift apart."""
-        return [(queries, keys, [rank]) for rank, (queries, keys, _) in enumerate(_even(*case))]
-
-    def without_the_idea_every_rank_sums(*case):
-        """Takes the weights of a tensor-parallel group for replicas, as those of data parallelism."""
-        return [(queries, keys, range(case[-1])) for queries, keys, _ in _even(*case)]
+    # The rows are right: forward runs, and the copies drift apart.
+    without_the_idea_no_copy_is_summed = lambda *case: [(q, k, [rank]) for rank, (q, k, _) in enumerate(_even(*case))]
+    # Takes the weights of a tensor-parallel group for replicas, as those of data parallelism.
+    without_the_idea_every_rank_sums = lambda *case: [(q, k, range(case[-1])) for q, k, _ in _even(*case)]
 
     def without_the_idea_queries_are_summed_over_all_copies_but_mine(*case):
         """Counts the ranks of a sum by the number of query heads in a group."""
@@ -535,9 +525,9 @@ def _highest(logits, group):
     return highest
 
 
-def split_loss(logits, targets, first, group, highest=_highest):
+def split_loss(logits, targets, first, group, highest=_highest, leave=reduce_from_tp):
     shifted, target = _pieces(logits, targets, first, highest(logits, group))
-    return reduce_from_tp(shifted.exp().sum(-1), group).log() - reduce_from_tp(target, group)
+    return leave(shifted.exp().sum(-1), group).log() - leave(target, group)
 
 
 class cross_entropy:
@@ -552,6 +542,11 @@ class cross_entropy:
         mine = (targets >= first) & (targets < first + logits.shape[-1])
         return reduce_from_tp((inner.exp().sum(-1).log() - target) * mine, group)
 
+    over_the_whole_job = lambda *case: split_loss(*case, leave=leave_rows.over_the_whole_job)
+    adds_the_logs = lambda z, targets, first, group: reduce_from_tp(
+        torch.logsumexp(z, -1) - _pieces(z, targets, first, 0 * z[:, 0])[1], group
+    )
+    shifts_the_sum_alone = lambda *case: split_loss(*case) - _highest(case[0], case[3])
     no_maximum = lambda *case: split_loss(*case, highest=lambda logits, group: torch.zeros_like(logits[:, 0]))
     a_maximum_for_each_rank = lambda *case: split_loss(*case, highest=lambda logits, group: logits.detach().amax(-1))
 
@@ -629,6 +624,11 @@ DEFECTS, SECOND_SOLUTIONS = listed(
 )
 
 SENTENCES = {
+    "over_the_whole_job": "A collective runs over all ranks of the job",
+    "counts_the_ranks_of_the_job": "The part is counted over the ranks of the whole job",
+    "its_own_rank_of_the_job": "The part is counted over the ranks of the whole job",
+    "shifts_the_sum_alone": "The target's logit is not shifted",
+    "adds_the_logs": "The ranks' logs are added",
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
     "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
     "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",

@@ -14,7 +14,7 @@ from tests import defects_rung03
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
-    monkeypatch.setattr(rung03, "on_ranks", partial(on_ranks, patience=1.5))
+    monkeypatch.setattr(rung03, "on_ranks", partial(on_ranks, patience=4.0))
 
     def only_rank_0_calls(part, group):
         if group.rank() == 0:
@@ -23,7 +23,7 @@ def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
 
     verdict = rung03.leave_rows(only_rank_0_calls)
     assert verdict.status == "wrong"
-    assert "rank 0 had not come back: a collective waits until every rank" in verdict.message
+    assert "ranks 0, 3 had not come back: a collective waits until every rank" in verdict.message
 
 
 def test_an_error_on_a_rank_is_one_sentence():

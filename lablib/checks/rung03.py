@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
+from lablib.calc.communication import ring_all_gather_bytes
 from lablib.checks.judging import Wrong, by_name, check, numbers, on_ranks, own_line, recognize, refuse, some, whole
 from lablib.launch.measure import record_comms
 from lablib.launch.torch_private import TorchDispatchMode
 
 __all__ = ["cross_entropy", "enter_columns", "gather_tokens", "leave_rows", "scatter_tokens", "split_mlp", "split_qkv"]
-
-_NO_GRADIENT = "The result has no gradient: return a tensor that autograd can follow."
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
@@ -33,6 +31,10 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
 def _draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     dice = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=dice) for shape in shapes]
+
+
+def _of_all(seed: int, ranks: int, shape: tuple[int, ...]) -> list[Tensor]:
+    return [_draw(seed + rank, shape)[0] for rank in range(ranks)]
 
 
 def _pay(results: Sequence[dict], forward: float, backward: float) -> None:
@@ -48,10 +50,25 @@ def _pay(results: Sequence[dict], forward: float, backward: float) -> None:
 _B, _S, _H = 2, 6, 4
 
 
-def _through(answer: Callable, shapes: tuple, same_input: bool, same_grad: bool, around: bool) -> dict[str, Any] | None:
+def _in_group(work: Callable, *args: Any) -> Any:
+    """Work in one of two groups, as beside another replica: who counts or reduces over the whole job is found out."""
+    half = dist.get_world_size() // 2
+    with record_comms() as log:
+        found = work(dist.new_subgroups(half)[0], *args)
+    everywhere = any(event.group_size > half and event.op not in ("send", "recv") for event in log.events)
+    refuse(
+        "",
+        (
+            "A collective runs over all ranks of the job, also those of other replicas: give it `group=group`",
+            everywhere,
+        ),
+    )
+    return found
+
+
+def _through(group: Any, answer: Callable, shapes: tuple, same_input: bool, same_grad: bool, around: bool) -> dict:
     """Send a tensor through the answer, forward and backward; with `around` the input also passes beside it."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    into, out = shapes
+    rank, (into, out) = group.rank(), shapes
     leaf = _draw(10 if same_input else 20 + rank, into)[0].requires_grad_()
     grad = _draw(30 if same_grad else 40 + rank, out)[0]
     x = leaf * 1.0  # not a leaf, as in a model
@@ -71,13 +88,8 @@ def _forward_and_backward(run: Callable[[], Any], grad: Tensor, total: Callable 
     end = total(y)
     with record_comms() as backward:
         end.backward(grad.to(y.dtype))
-    logs = forward, backward
-    sent, calls = tuple(log.ring_bytes_sent() for log in logs), tuple(len(log.events) for log in logs)
+    sent, calls = zip(*((log.ring_bytes_sent(), len(log.events)) for log in (forward, backward)), strict=True)
     return {"y": value, "sent": sent, "calls": calls}
-
-
-def _of_all(seed: int, ranks: int, shape: tuple[int, ...]) -> list[Tensor]:
-    return [_draw(seed + rank, shape)[0] for rank in range(ranks)]
 
 
 def _your_own(y: Any) -> Any:
@@ -90,7 +102,7 @@ def _your_own(y: Any) -> Any:
 def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
     for rank, got in enumerate(results):
         if got["y"] is None:
-            raise Wrong(_NO_GRADIENT)
+            raise Wrong("The result has no gradient: return a tensor that autograd can follow.")
         if got["y"].shape != shape:
             raise Wrong(f"Rank {rank} returns shape {tuple(got['y'].shape)}; it should be {shape}.")
 
@@ -103,10 +115,9 @@ def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
 def enter_columns(answer: Callable[..., Tensor]) -> str:
     """Judge `enter_columns(x, group)`, Megatron's f: nothing in forward, a sum in backward."""
     shape, tp = (_B, _S, _H), 3
-    results = on_ranks(_through, tp, answer, (shape, shape), True, False, True)
+    results = on_ranks(_in_group, 2 * tp, _through, answer, (shape, shape), True, False, True)[tp:]
     _passed_through(results, shape)
-    x, grads = _draw(10, shape)[0], _of_all(40, tp, shape)
-    total = sum(grads)
+    x, total = _draw(10, shape)[0], sum(grads := _of_all(40, tp, shape))
     for rank, got in enumerate(results):
         entered = got["grad"] - grads[rank]  # what comes back through the answer, where x also passes beside it
         refuse(
@@ -119,15 +130,11 @@ def enter_columns(answer: Callable[..., Tensor]) -> str:
              "all-reduces, and act on a new tensor, not on x itself", _same(got["grad"], 2 * total)),
             ("The gradient of x is the mean over the ranks: they are parts, so sum", _same(entered, total / tp)),
             ("The gradient of x is summed twice: one sum over the ranks, and no factor",
-             any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 1.9 * _all_reduce(shape, tp)),
+             any(_same(entered, k * total) for k in (tp, tp * tp)) or got["sent"][1] > 3.8 * _one_way(shape, tp)),
             ("The gradient of x is wrong: it is the sum over all ranks, on each of them", not _same(entered, total)),
         )  # fmt: skip
-    _pay(results, 0, _all_reduce(shape, tp))
+    _pay(results, 0, 2 * _one_way(shape, tp))
     return "Nothing forward, one sum backward."
-
-
-def _all_reduce(shape: tuple[int, ...], tp: int) -> float:
-    return ring_all_reduce_bytes(4 * torch.Size(shape).numel(), tp)
 
 
 def _one_way(shape: tuple[int, ...], tp: int) -> float:
@@ -142,7 +149,7 @@ def _one_way(shape: tuple[int, ...], tp: int) -> float:
 def leave_rows(answer: Callable[..., Tensor]) -> str:
     """Judge `leave_rows(part, group)`, Megatron's g: a sum in forward, nothing in backward."""
     shape, tp = (_B, _S, _H), 3
-    results = on_ranks(_through, tp, answer, (shape, shape), False, True, False)
+    results = on_ranks(_in_group, 2 * tp, _through, answer, (shape, shape), False, True, False)[tp:]
     _passed_through(results, shape)
     total, grad = sum(_of_all(20, tp, shape)), _draw(30, shape)[0]
     for rank, got in enumerate(results):
@@ -156,10 +163,9 @@ def leave_rows(answer: Callable[..., Tensor]) -> str:
             (f"The gradient of a part is divided by {tp}: its weight in the sum is one", _same(got["grad"], grad / tp)),
             ("The gradient of a part is wrong: backward of a sum hands it on", not _same(got["grad"], grad)),
         )  # fmt: skip
-    _pay(results, _all_reduce(shape, tp), 0)
-    in_place = any(got["in_place"] for got in results)
+    _pay(results, 2 * _one_way(shape, tp), 0)
     told = " You sum in place: right here, and wrong without an error behind an operator that saved its output, as tanh does."
-    return "One sum forward, nothing backward." + told * in_place
+    return "One sum forward, nothing backward." + told * any(got["in_place"] for got in results)
 
 
 # --- half a layer -------------------------------------------------------------------------------------------
@@ -171,11 +177,8 @@ def _mlp_problem(tp: int) -> list[Tensor]:
     inner = 4 * tp
     shapes = ((3, 5, 6), (inner, 6), (inner,), (6, inner), (6,), (3, 5, 6))
     x, up, up_bias, down, down_bias, grad = _draw(tp, *shapes)
-    return [x, up, up_bias, down, down_bias + 2.0, grad]  # a bias that no part of the sum resembles
-
-
-def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-    return F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
+    leaves = (x, up, up_bias, down, down_bias + 2.0)  # a bias that no part of the sum resembles
+    return [*(leaf.requires_grad_() for leaf in leaves), grad]
 
 
 class _Products(TorchDispatchMode):
@@ -195,10 +198,8 @@ class _Products(TorchDispatchMode):
         return result
 
 
-def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
-    group = dist.group.WORLD
-    *values, grad = _mlp_problem(group.size())
-    leaves = [value.requires_grad_() for value in values]
+def _mlp_on_a_rank(group: dist.ProcessGroup, answer: Callable) -> dict[str, Any]:
+    *leaves, grad = _mlp_problem(group.size())
     x, *weights = leaves
     products = _Products()
 
@@ -220,19 +221,18 @@ def _mlp_on_a_rank(answer: Callable) -> dict[str, Any]:
 def split_mlp(answer: Callable[..., Tensor]) -> str:
     """Judge `split_mlp(x, up, up_bias, down, down_bias, group)`: forward, five gradients and the bytes."""
     tp = 3
-    *values, grad = _mlp_problem(tp)
-    leaves = [value.requires_grad_() for value in values]
-    whole_y = _mlp(*leaves)
+    *leaves, grad = _mlp_problem(tp)
+    whole_y = F.linear(torch.relu(F.linear(*leaves[:3])), *leaves[3:])
     whole_y.backward(grad)
     truth = dict(zip(_INPUTS, (leaf.grad for leaf in leaves), strict=True))
     values = [leaf.detach() for leaf in leaves]
-    results = on_ranks(_mlp_on_a_rank, tp, answer)
+    results = on_ranks(_in_group, 2 * tp, _mlp_on_a_rank, answer)[tp:]
     _passed_through(results, tuple(grad.shape))
     for rank, got in enumerate(results):
         _judge_mlp_forward(got["y"], bool(got["calls"][0]), whole_y.detach(), values, rank, tp)
     _judge_mlp_parts(results, values, tp)
     _judge_mlp_backward(results, truth, tp)
-    _pay(results, *[_all_reduce(tuple(grad.shape), tp)] * 2)
+    _pay(results, *[2 * _one_way(tuple(grad.shape), tp)] * 2)
     return "One sum forward, one backward, and nothing between the two matrices."
 
 
@@ -271,6 +271,10 @@ def _mlp_slips(values: list[Tensor], tp: int) -> list[tuple[str, Tensor]]:
         ("The first matrix is split by inputs, so the ReLU acts on parts of a sum: split its outputs",
          sum(F.linear(torch.relu(F.linear(z, a, up_bias)), down) for z, a in by_inputs) + down_bias),
         ("The ReLU is missing", F.linear(F.linear(x, up, up_bias), down, down_bias)),
+        *[(
+            "The part is counted over the ranks of the whole job: `group.rank()` and `group.size()` count those of the group",
+            torch.relu(F.linear(x, up[lost:], up_bias[lost:])) @ down[:, lost:].T + down_bias,
+        ) for lost in (len(up), len(up) // 2)],
     ]  # fmt: skip
 
 
@@ -332,7 +336,7 @@ def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) 
 def gather_tokens(answer: Callable[..., Tensor]) -> str:
     """Judge `gather_tokens(part, group)`: an all-gather in forward, a reduce-scatter in backward."""
     tp, part, full = 3, (_B, _S // 3, _H), (_B, _S, _H)
-    results = on_ranks(_through, tp, answer, (part, full), False, False, False)
+    results = on_ranks(_in_group, 2 * tp, _through, answer, (part, full), False, False, False)[tp:]
     _passed_through(results, full)
     parts, grads = _of_all(20, tp, part), _of_all(40, tp, full)
     whole_y, total = torch.cat(parts, dim=1), sum(grads)
@@ -361,7 +365,7 @@ def gather_tokens(answer: Callable[..., Tensor]) -> str:
 def scatter_tokens(answer: Callable[..., Tensor]) -> str:
     """Judge `scatter_tokens(partial, group)`: a reduce-scatter in forward, an all-gather in backward."""
     tp, part, full = 3, (_B, _S // 3, _H), (_B, _S, _H)
-    results = on_ranks(_through, tp, answer, (full, part), False, False, False)
+    results = on_ranks(_in_group, 2 * tp, _through, answer, (full, part), False, False, False)[tp:]
     _passed_through(results, part)
     partial, grads = _of_all(20, tp, full), _of_all(40, tp, part)
     total, whole_grad = sum(partial), torch.cat(grads, dim=1)
@@ -412,9 +416,8 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
             ranks = answer(*case)
         except ValueError as error:
             said = f": {str(error)[:100].rstrip('.')}" if str(error) else ""
-            raise Wrong(
-                f"{_words(case)} is possible{_beyond(case)}, and your answer raises a ValueError{own_line(error)}{said}."
-            ) from None
+            where = _words(case) + " is possible" + " (ranks may hold copies of a key head)" * (case[3] > case[1])
+            raise Wrong(f"{where}, and your answer raises a ValueError{own_line(error)}{said}.") from None
         _judge_heads(_rows_of_ranks(ranks, case), *case)
     for case in _IMPOSSIBLE:
         try:
@@ -440,10 +443,6 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
 
 def _words(case: tuple[int, ...]) -> str:
     return f"num_heads={case[0]}, num_kv_heads={case[1]}, head_dim={case[2]}, tp={case[3]}"
-
-
-def _beyond(case: tuple[int, ...]) -> str:
-    return " (ranks may hold copies of a key head)" if case[3] > case[1] else ""
 
 
 def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], list[int], set[int]]]:
@@ -559,8 +558,7 @@ def _scores(tp: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, torch.arange(_TOKENS) * 57 % _VOCAB, weight
 
 
-def _loss_on_a_rank(answer: Callable) -> dict[str, Any]:
-    group = dist.group.WORLD
+def _loss_on_a_rank(group: dist.ProcessGroup, answer: Callable) -> dict[str, Any]:
     tp, rank = group.size(), group.rank()
     logits, targets, weight = _scores(tp)
     first, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
@@ -586,11 +584,11 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
     logits.requires_grad_()
     truth = F.cross_entropy(logits, targets, reduction="none")
     truth.backward(weight)
-    results = on_ranks(_loss_on_a_rank, tp, answer)
+    results = on_ranks(_in_group, 2 * tp, _loss_on_a_rank, answer)[tp:]
     if any(got["loss"] is None for got in results):
         raise Wrong("Return one loss per token, with a gradient.")
     most, losses = max(got["bytes"] for got in results), [got["loss"] for got in results]
-    wrong = not _same(losses[0], truth.detach())
+    cuts, wrong = [_VOCAB * r // tp for r in range(1, tp)], not _same(losses[0], truth.detach())
     refuse(
         "",
         (f"The logits themselves cross the wire: the collectives of a rank carry {most / _TOKENS:,.0f} bytes a token, and a "
@@ -600,23 +598,25 @@ def cross_entropy(answer: Callable[..., Tensor]) -> str:
          any(not loss.isfinite().all() for loss in losses)),
         ("The ranks have different losses for one token: each piece is a reduction over all ranks",
          any(not _same(loss, losses[0]) for loss in losses)),
+        ("The target's logit is not shifted: subtract the maximum from it too, as in every exponent",
+         _same(losses[0], truth - logits.amax(-1))),
+        ("The ranks' logs are added: add exponentials over the ranks, and take the log of their sum",
+         _same(losses[0] - truth, sum(z.logsumexp(-1) for z in logits.tensor_split(cuts, 1)) - logits.logsumexp(-1))),
         ("The loss is too low: the sum of exponentials has only a part of the vocabulary in it",
          wrong and (losses[0] <= truth + 1e-3).all()),
         ("The loss is wrong: take one maximum for all ranks, and the target's logit from the rank that owns it", wrong),
     )  # fmt: skip
-    for rank, got in enumerate(results):
-        start, stop = (_VOCAB * r // tp for r in (rank, rank + 1))
-        mine, grad = logits.grad[:, start:stop], got["grad"]
-        if grad is None:
+    parts = (each.tensor_split(cuts, 1) for each in (logits.detach(), logits.grad))
+    for rank, (got, z, mine) in enumerate(zip(results, *parts, strict=True)):
+        if (grad := got["grad"]) is None:
             raise Wrong(f"The losses are right, and on rank {rank} no gradient reaches the logits.")
         if _same(grad, mine):
             continue
         off = (grad - mine).abs() > 1e-3
-        largest = logits[:, start:stop].argmax(1)
         refuse(
             "",
             ("The losses are right, and a gradient flows into the maximum: it is a constant that cancels, so detach it",
-             (off.sum(1) <= 1).all() and (off.float().argmax(1) == largest)[off.any(1)].all()),
+             (off.sum(1) <= 1).all() and (off.float().argmax(1) == z.argmax(1))[off.any(1)].all()),
             (f"The losses are right and the gradients {tp} times too long: every rank has the whole gradient of the loss, so "
              "backward of each sum hands it on as it is", _same(grad, tp * mine)),
             ("The losses are right and the gradients are not: on every rank they are softmax minus one at the target, times "
