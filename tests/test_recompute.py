@@ -198,6 +198,19 @@ def test_backward_in_two_parts():
     assert "not have been used" in split_backward("toy").error
 
 
+def test_a_split_backward_of_pipelining_replays_for_each_group_of_weights():
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    model, x, runs = Transformer(tiny_config("llama", num_layers=1, hidden=32, vocab=7)), torch.randn(1, 8, 32), []
+    block = model.blocks[0]
+    y = plain_torch(lambda x: (runs.append(x), block(x))[1], x.requires_grad_())
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], block.parameters())
+    assert len(runs) == 1 + 1
+    stage_backward_weight(block.parameters(), groups)
+    assert len(runs) == 1 + 1 + len(groups)
+    assert len(groups) == len(list(block.parameters()))
+
+
 def test_a_frozen_input():
     for way in ("torch", "toy"):
         assert frozen_input(way).gradient_error == 0
