@@ -111,7 +111,7 @@ def _picture(timeline: Timeline) -> str:
         + ", ".join(f"rank {rank} holds {most:.3g}" for rank, most in enumerate(timeline.peak_in_flight))
         + "."
     )
-    return picture(shapes + names + rest + more, end, alt)
+    return picture(shapes + names + rest + more, end + 4, alt)
 
 
 def _box(step: Step, x: float, y: float, wide: float) -> list[str]:
@@ -141,7 +141,7 @@ def _wrong(made: Schedule, error: ScheduleError, own: str) -> Answer:
     names, end = legend([words for kind, words in KINDS.items() if kind in kinds], top=30 + len(made.ranks) * (ROW + 4))
     where = " and ".join(f"rank {rank}, step {number}" for rank, number in error.marks)
     return Answer(
-        picture=picture(shapes + names, end, f"The steps of each rank in order; marked: {where}."),
+        picture=picture(shapes + names, end + 4, f"The steps of each rank in order; marked: {where}."),
         caption=f"It cannot run. {error.reason}",
         table=table({"Marked": {f"rank {rank}": ("", f"step {number}") for rank, number in error.marks}}),
         call=f'from lablib.calc.schedules import parse_schedule, validate\n\nvalidate(parse_schedule("""{own}"""))\n',
