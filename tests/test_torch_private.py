@@ -40,6 +40,7 @@ REVIEWED = {
     ("tests/test_cuda_memory.py", "torch.cuda._memory_viz"): "the oracle of the test",
     ("tests/test_cuda_memory.py", "torch._C"): "a stand-in for the function is put there",
     ("tests/test_overlap.py", "torch.distributed._compute_bucket_assignment_by_size"): "the oracle of the test",
+    ("tests/test_recompute.py", "torch.distributed.pipelining._backward"): "the oracle of the test",
     ("tests/test_context_parallel.py", "torch.ops.aten._scaled_dot_*"): "the kernel that the oracle's ring is given",
     ("tests/test_recorder.py", "torch.distributed._functional_collectives"): "learners' code uses it",
 }
