@@ -78,7 +78,7 @@ SHARES = {
     "13_expert_parallelism": {
         # One expert of width 2,048; dispatch and combine, there and back, of 7,168 bf16 values to each other node of
         # those four of eight in which one of eight choices lies.
-        "The shared expert covers": (
+        ", which every token visits, covers": (
             18 * 7168 * 2048 / (0.4 * 989.4e12),
             4 * 4 * (1 - comb(96, 8) / comb(128, 8)) * 7 / 8 * 7168 * 2 / 50e9,
         ),
