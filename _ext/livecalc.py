@@ -211,9 +211,11 @@ def _skip(self: object, node: livecalc) -> None:
 
 
 def _load_script(app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
-    """Load the script on pages that have an explorer, and on no other."""
+    """Load the scripts on pages that have an explorer, or a picture to step through, and on no other."""
     if doctree is not None and next(doctree.findall(livecalc), None) is not None:
         app.add_js_file("livecalc.mjs", type="module")
+    if "<step-through>" in context.get("body", ""):
+        app.add_js_file("steps.mjs", type="module")
 
 
 def _copy(app: Sphinx, exception: Exception | None) -> None:

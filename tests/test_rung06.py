@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes, peak_unsharded_bytes
+from lablib.calc.models import preset
+from lablib.calc.parallel import (
+    TimedUnit,
+    data_parallel_step,
+    ddp_step_time,
+    fsdp_step,
+    peak_held_bytes,
+    peak_unsharded_bytes,
+    timed_units,
+    zero_state_bytes,
+    zero_traffic,
+)
+from lablib.calc.params import count_params
 from lablib.calc.torch_versions import DIALS_SINCE, SUPPORTED, release
 from lablib.checks import rung06
 from lablib.checks.judging import Wrong
@@ -97,6 +109,85 @@ def test_prefetch_never_costs_time_and_holds_two_neighbours_at_most():
         root, *rest = [unit.bytes for unit in units]
         assert slow.peak == root + max(rest, default=0)
         assert fast.peak <= root + max((a + b for a, b in itertools.pairwise(rest)), default=max(rest, default=0))
+
+
+def _timed(name="gpt2-xl", ranks=8, units=6, tokens=4096, latency=0.0):
+    made = timed_units(
+        preset(name), units=units, tokens=tokens, ranks=ranks, flops=1e14, bandwidth=2e10, latency=latency
+    )
+    return made, 2 * count_params(preset(name)).total
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_stage_sends_and_holds_what_the_closed_forms_say(stage, overlap, turns):
+    ranks = 8
+    units, whole = _timed(ranks=ranks)
+    assert sum(unit.bytes for unit in units) == whole
+    step = data_parallel_step(units, stage=stage, ranks=ranks, micro_batches=turns, overlap=overlap, optimizer=0.01)
+    size = {unit.name: unit.bytes for unit in units}
+    times = {"gather": 1, "scatter": 1, "all-reduce": 2}
+    sent = sum(times[bar.kind] * size[bar.unit] for bar in step.bars if bar.lane == "link") * (ranks - 1) / ranks
+    assert sent == pytest.approx(sum(zero_traffic(whole // 2, ranks, stage, turns).values()))
+    # At the end of the step stages 0 and 1 hold whole gradients, the others shards, each unit's rounded up.
+    held = step.gradients[-1][1]
+    assert 0 <= held - (whole if stage < 2 else whole / ranks) <= len(units)
+    assert all(amount >= 0 for _, amount in (*step.gradients, *step.memory))
+    assert (step.memory[-1][1] == 0) if stage == 3 else not step.memory
+    for lane in ("link", "device"):
+        bars = [bar for bar in step.bars if bar.lane == lane]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(bars)), "one thing at a time"
+    update = next(bar for bar in step.bars if bar.kind == "optimizer")
+    assert all(bar.end <= update.start for bar in step.bars if bar.kind in ("scatter", "all-reduce"))
+    assert step.compute == pytest.approx(turns * sum(u.forward + u.backward for u in units) + 0.01)
+
+
+def test_what_overlaps_takes_no_longer_and_ddp_is_the_buckets_of_chapter_02():
+    for tokens in (256, 4096, 65536):
+        units, whole = _timed(tokens=tokens)
+        for stage in range(4):
+            fast, slow = (data_parallel_step(units, stage=stage, overlap=how).seconds for how in (True, False))
+            assert fast <= slow + 1e-9
+        slow = data_parallel_step(units, stage=0, overlap=False)
+        assert slow.exposed == pytest.approx(sum(u.gather + u.scatter for u in units))
+        # Buckets of equal size, each made in time as its bytes: the same as one model of equal blocks without a root.
+        equal = [
+            replace(unit, bytes=whole // 6, gather=0.02, scatter=0.02, forward=0.03, backward=0.06)
+            for unit in units[1:]
+        ]
+        nothing = TimedUnit(name="", bytes=0, gather=0, scatter=0, forward=0, backward=0)
+        by_units = data_parallel_step([nothing, *equal], stage=0)
+        by_buckets = ddp_step_time(
+            compute_forward=0.18,
+            compute_backward=0.36,
+            gradient_bytes=whole,
+            ranks=2,
+            bandwidth=whole / 0.24,
+            buckets=6,
+        )
+        assert by_units.exposed == pytest.approx(by_buckets.exposed)
+
+
+def test_a_rank_holds_the_states_of_the_paper_before_the_update():
+    """What the timeline adds to a rank's shards is what is unsharded for a while: at the end nothing of it is left."""
+    ranks, params = 8, count_params(preset("gpt2-xl")).total
+    for stage in range(4):
+        units, whole = _timed(ranks=ranks)
+        step = data_parallel_step(units, stage=stage, ranks=ranks)
+        weights = whole if stage < 3 else whole / ranks
+        optimizer = 6 * whole if stage == 0 else 6 * whole / ranks
+        assert weights + optimizer + step.gradients[-1][1] == pytest.approx(
+            zero_state_bytes(params, ranks, stage), abs=20 * len(units)
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "said"), [("gpt2", 13, "the 12 layers"), ("mixtral-8x7b", 4, "has experts")]
+)
+def test_units_that_cannot_be_timed_are_refused(model, units, said):
+    with pytest.raises(ValueError, match=said):
+        timed_units(preset(model), units=units, tokens=1, ranks=1, flops=1, bandwidth=1)
 
 
 def test_a_step_needs_a_unit():

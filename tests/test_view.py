@@ -9,7 +9,6 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 
-from lablib.calc.communication import ring_states
 from lablib.calc.layouts import mesh
 from lablib.calc.schedules import interleaved, one_f_one_b, simulate, zb_h1
 from lablib.calc.schedules.generators import dualpipe_v
@@ -58,7 +57,6 @@ def _read(fig) -> dict:
 _SPANS = [Span("backward", "backward", 0, 10, "L1"), Span("link", "communication", 10, 18)]
 _LANES = [Span("rank 0", "forward", 0, 3), Span("rank 0", "communication", 3, 10), Span("rank 1", "forward", 0, 9)]
 _HELD = [{"weights": [True] * 3, "gradients": [r == p for p in range(3)], "optimizer": [False] * 3} for r in (0, 1)]
-_STATES = {f"step {i}": [[len(c) for c in row] for row in held] for i, held in enumerate(ring_states(3))}
 _CUT = [{"input": "kept", "rest": "again"}, {"input": "host", "rest": "again"}]
 _POINTS = [("none", 0, 0, False, True), ("a", 1, 0, False, False), ("b", 3, 2, False, False), ("c", 4, 0, True, False)]
 _PAPER = simulate(one_f_one_b(2, 2))
@@ -91,7 +89,6 @@ FIGURES = {
         lambda: timeline({"first": _SPANS, "second": _SPANS[:1]}),
         {"patches": [2, 1], "titles": ["first", "second"], "labels": {"time (ms)"}, "texts": {"L1"}},
     ),
-    "ring_steps": (lambda: ddp.ring_steps(_STATES), {"titles": list(_STATES), "texts": {"1", "2", "3"}}),
     "all_reduce_curves": (
         lambda: ddp.all_reduce_curves([2, 4, 8], {"ring": [0.1] * 3, "root": [0.1, 0.2, 0.4]}),
         {"y": [[100, 100, 100], [100, 200, 400]]},
@@ -120,11 +117,6 @@ FIGURES = {
     "unit_size": (
         lambda: fsdp.unit_size([1, 8, 64], [3, 2, 4], [16, 2, 0.3], computing=1.5, names={1: "none", 8: "block"}),
         {"y": [[3, 2, 4], [1.5, 1.5], [16, 2, 0.3]], "texts": {"none", "block"}},
-    ),
-    "route_by_hand": (
-        lambda: mixture.route_by_hand([(0, 1), (2, 0), (3, 0), (0, 1)], ranks=2, experts=4),
-        {"patches": [2 * 2 + 4 + 6, 2 * 2 + 4 + 2], "texts": {"A", "D", "A and B get"},
-         "titles": ["rank 0: 6 copies to compute", "rank 1: 2 copies to compute"]},
     ),
     "bytes_by_degree": (
         lambda: mixture.bytes_by_degree([2, 4], {"far": {"a": [0, 1], "b": [0, 2]}, "near": {"a": [3, 4]}}, ylabel="MB"),
@@ -194,7 +186,6 @@ FIGURES = {
     "parallelism_map": (parallelism.parallelism_map, {}),
     "pipeline": (lambda: pipeline({"1F1B": _PAPER.events}, unit="ms"), {"rows": ["rank 0", "rank 1"], "labels": {"time (ms)"}}),
     "overlay": (lambda: pipeline_chart.overlay({"1F1B": _PAPER.events}, {"1F1B": _PAPER.events}), {}),
-    "held_over_time": (lambda: pipeline_chart.held_over_time({"a": [[(0, 0), (1, 1)], [(0, 0), (2, 1)]]}), {}),
     "bubble_curves": (lambda: pipeline_chart.bubble_curves([1, 2, 4], {"p": [0.5, 0.3, 0.1]}, what="idle"), {}),
     "trade_offs": (lambda: pipeline_chart.trade_offs({"GPipe": (8, 0.3), "1F1B": (4, 0.3)}), {"texts": {"GPipe", "1F1B"}}),
     "format_axis": (

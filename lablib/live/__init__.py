@@ -7,9 +7,11 @@ calls the same function for every other. Standard library and calc only, because
     cluster    a run on many GPUs: its cost      the home page
     training   the memory of a training run      chapter 01
     pipeline   a schedule over time              chapter 04
-    zero       what a rank holds by stage        chapter 05
+    zero       a step of DDP, ZeRO and FSDP      chapter 05
     formulas   the sheet for a job of yours      the sheet of formulas
     svg        SVG as text
+    steps      a picture that is stepped through
+    mechanisms   rings, schedules, dispatch: moving pictures for chapters
 
 Read `explorer` first.
 """

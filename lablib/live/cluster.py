@@ -31,7 +31,17 @@ from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import OPTIMIZERS, RECIPES
 from lablib.calc.units import GB, format_count
-from lablib.live.explorer import Answer, Control, Explorer, Value, device_options, model_options, number_options, table
+from lablib.live.explorer import (
+    Answer,
+    Control,
+    Explorer,
+    Value,
+    device_options,
+    model_options,
+    node_size,
+    number_options,
+    table,
+)
 from lablib.live.svg import Bar, areas, bars, legend, picture
 
 MODELS = (
@@ -85,8 +95,8 @@ def job(
     settings |= {"recipe_": others["recipe"], "optimizer": others["optimizer"], "tp": tp, "pp": pp, "cp": cp}
     if found.is_moe:
         settings |= {"ep": ep, "etp": expert_split(tp, ep)}
-    if gpus > (node := accelerator(device).gpus_per_node) and gpus % node:
-        settings["gpus_per_node"] = 2 ** (node.bit_length() - 1)  # of 72 in a rack, 64 share a power of two
+    if (node := node_size(device, gpus)) != accelerator(device).gpus_per_node:
+        settings["gpus_per_node"] = node
     if others["zero"] == 3:
         settings["shard"] = None  # one copy over all ranks: a plan would also try one for each node
     chosen = {"zero": others["zero"], "micro_batch": micro_batch, "recompute": others["recompute"]}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import ACCELERATORS
+from lablib.calc.hardware import ACCELERATORS, accelerator
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -158,6 +158,12 @@ def device_options(*, clustered: bool = False) -> tuple[tuple[str, str], ...]:
     )
 
 
+def node_size(device: str, gpus: int) -> int:
+    """Return the GPUs of a node that a job uses, if it has whole ones: of 72 in a rack, 64 share a power of two."""
+    node = accelerator(device).gpus_per_node
+    return 2 ** (node.bit_length() - 1) if gpus > node and gpus % node else node
+
+
 def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
     """Return rows of numbers under headings, each row with the colour that it has in the picture."""
     lines = []
@@ -167,6 +173,16 @@ def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
             chip = f'<span class="livecalc-chip" style="background:{COLORS[role]}"></span>' if role else ""
             lines.append(f'<tr><th scope="row">{chip}{escape(name)}</th><td>{escape(words)}</td></tr>')
     return f'<table class="livecalc-table"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table with a heading over each column; the first is the rows' own."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' if column else "<td></td>" for column in columns)
+    lines = [
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, cells in rows.items()
+    ]
+    return f'<table class="livecalc-table"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def find_explorer(module: str) -> Explorer:

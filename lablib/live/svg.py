@@ -71,8 +71,9 @@ def text(
 
 
 def rect(x: float, y: float, wide: float, tall: float, role: str, *, pale: bool = False, outline: bool = False) -> str:
-    """Return a box in the colour of its role, or the outline of one in that of the text."""
-    look = 'fill="none" stroke="currentColor" stroke-width="2.5"' if outline else f'fill="{COLORS[role]}"'
+    """Return a box in the colour of its role, or the outline of one in that of the text, as thick however it is scaled."""
+    line = 'fill="none" stroke="currentColor" stroke-width="2.5" vector-effect="non-scaling-stroke"'
+    look = line if outline else f'fill="{COLORS[role]}"'
     look += ' opacity="0.35"' if pale else ""
     return f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}" {look}/>'
 
@@ -150,6 +151,7 @@ def areas(
     limit_text: str,
     marks: Sequence[tuple[float, str]],
     xticks: Sequence[tuple[float, str]] | None = None,
+    far: bool = False,
 ) -> tuple[list[str], float]:
     """Draw stacked areas whose edges are straight between points.
 
@@ -158,6 +160,7 @@ def areas(
         at: The points, from 0 on.
         marks: Vertical lines, each with words.
         xticks: What stands below the axis, and where; None means numbers.
+        far: Whether a limit of more than three times what is drawn is left to its words.
 
     Returns:
         The shapes, and where they end.
@@ -165,11 +168,13 @@ def areas(
     left, right, tall = 46.0, WIDTH - 14.0, 150.0
     first = top + 44 + 17 * len(marks)
     base, span = first + tall, at[-1]
-    most = 1.06 * max(limit, *map(sum, zip(*layers.values(), strict=True)))
+    most = max(map(sum, zip(*layers.values(), strict=True)))
+    above = far and limit > 3 * most
+    most = 1.06 * (most if above else max(limit, most))
     shapes = [text(0, top + FONT, title, bold=True)]
     # What the dashed line means stands beside a piece of it: words on coloured areas could not be read.
     shapes.append(line(0, top + 26, 26, top + 26, role="mark", dashed=True))
-    shapes.append(text(32, top + 30, limit_text))
+    shapes.append(text(32, top + 30, limit_text + (", above the picture" if above else "")))
 
     def across(value: float) -> float:
         return left + (right - left) * value / span
@@ -190,7 +195,8 @@ def areas(
     for tick, words in [(tick, f"{tick:,g}") for tick in ticks(span)] if xticks is None else xticks:
         shapes.append(text(across(tick), base + 15, words, anchor="middle"))
     shapes.append(text((left + right) / 2, base + 31, xlabel, anchor="middle"))
-    shapes.append(line(left, up(limit), right, up(limit), role="mark", dashed=True))
+    if not above:
+        shapes.append(line(left, up(limit), right, up(limit), role="mark", dashed=True))
     for place, (value, words) in enumerate(marks):
         y = top + 50 + 17 * place
         x, anchor = _beside(across(value), words)

@@ -1,21 +1,37 @@
-"""The ZeRO explorer: memory and traffic of a rank in every stage, and the number of ranks that it takes to fit.
+"""The ZeRO explorer: one step of DDP, ZeRO's stages and FSDP over time, and what a rank holds and sends in each.
 
-States are `state_terms`, at the 16 bytes of mixed precision with AdamW. Traffic is what one rank sends in a step,
-by collective, with 2-byte weights and gradients.
+Times and messages are `data_parallel_step`'s, states are `state_terms` at the 16 bytes of mixed precision with AdamW.
+Gradients and weights travel in 2 bytes over rings; activations are not counted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 from lablib.calc.hardware import Accelerator, accelerator
+from lablib.calc.layouts.planner import cluster
 from lablib.calc.memory import verdict
 from lablib.calc.models import preset
-from lablib.calc.parallel import max_params, state_terms, zero_traffic
+from lablib.calc.parallel import DataParallelStep, data_parallel_step, max_params, state_terms, timed_units
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, format_count
-from lablib.live.explorer import Answer, Control, Explorer, device_options, model_options, number_options, table
-from lablib.live.svg import Bar, bars, legend, picture
+from lablib.live.explorer import (
+    Answer,
+    Control,
+    Explorer,
+    Value,
+    device_options,
+    grid,
+    model_options,
+    node_size,
+    number_options,
+    table,
+)
+from lablib.live.steps import Piece, stepped
+from lablib.live.svg import WIDTH, areas, legend, rect, text
 
-STAGES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3", 4: "FSDP2"}
 MODELS = (
     "gpt2",
     "gpt2-xl",
@@ -27,10 +43,16 @@ MODELS = (
     "gpt3-175b",
     "llama-3.1-405b",
 )
-RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+UNITS = (1, 2, 4, 8, 16, 32)
+OVERLAP = {1: "as soon as it can", 0: "one after the other"}
+#: Units times micro-batches, of which the picture can still be read.
+MOST = 64
 #: No job is larger than this: where so many ranks do not help, no number does.
 MAX_RANKS = 2**24
+LEFT, RIGHT = 46.0, WIDTH - 14.0
+COLOR = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "gather": "weights"}
 
 
 def min_ranks(params: int, stage: int, capacity: int) -> int | None:
@@ -49,34 +71,102 @@ def min_ranks(params: int, stage: int, capacity: int) -> int | None:
     return enough
 
 
-def explore(model: str, ranks: int, stage: int, micro_batches: int, device: str) -> Answer:
-    """Return what each rank holds and sends, in the chosen stage and beside it in the others."""
-    params, gpu = count_params(preset(model)).total, accelerator(device)
-    held = {each: state_terms(params, ranks, each) for each in STAGES}
-    sent = {each: zero_traffic(params, ranks, each, micro_batches) for each in STAGES}
-    ends = {"ranks": min_ranks(params, stage, gpu.usable_bytes), "params": max_params(gpu.usable_bytes, ranks, stage)}
-    numbers = {name: size for name, size in held[stage].items() if size}
-    for each in STAGES:
-        numbers |= {f"held_{each}": sum(held[each].values()), f"sent_{each}": round(sum(sent[each].values()))}
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A stage's step, and what a rank holds in it.
+
+    Attributes:
+        held: Terms of the states, in bytes.
+        sent: Bytes that a rank sends.
+    """
+
+    step: DataParallelStep
+    held: dict[str, int]
+    sent: float
+
+    @cached_property
+    def holds(self) -> list[tuple[float, dict[str, float]]]:
+        """(seconds, GB from then on) of weights, with what is unsharded, gradients and optimizer states."""
+        rest = sum(size for name, size in self.held.items() if name not in ("weights", "gradients"))
+        now = {"weights": self.held["weights"] / GB, "gradients": 0.0, "optimizer": rest / GB}
+        changes = [(when, "weights", self.held["weights"] + size) for when, size in self.step.memory]
+        changes += [(when, "gradients", size) for when, size in self.step.gradients]
+        found = {0.0: now}
+        for when, role, size in sorted(changes):
+            now = now | {role: size / GB}
+            found[when] = now
+        return list(found.items())
+
+    def at(self, seconds: float) -> dict[str, float]:
+        """Return what is held from a time on."""
+        return next(held for when, held in reversed(self.holds) if when <= seconds)
+
+    @property
+    def peak(self) -> float:
+        """The most GB that a rank holds."""
+        return max(sum(held.values()) for _, held in self.holds)
+
+
+def run(model: str, ranks: int, stage: int, overlap: int, tokens: int, micro_batches: int, device: str, units: int,
+        reached: int, latency: int) -> Run:  # fmt: skip
+    """Return the step of a stage; FSDP2 is stage 3 that keeps its root gathered until backward is through."""
+    config, gpu = preset(model), accelerator(device)
+    zero, params = min(stage, 3), count_params(config).total
+    link = cluster(device, gpus=ranks, gpus_per_node=node_size(device, ranks)).bandwidth(ranks)
+    timed = timed_units(
+        config, units=units, tokens=tokens, ranks=ranks, flops=reached / 100 * gpu.peak("bf16"), bandwidth=link,
+        latency=latency / 1e6,
+    )  # fmt: skip
+    held = state_terms(params, ranks, zero)
+    step = data_parallel_step(
+        timed, stage=zero, ranks=ranks, micro_batches=micro_batches, overlap=bool(overlap), root_reshard=stage == 3,
+        optimizer=update_seconds(held, gpu),
+    )  # fmt: skip
+    sizes = {unit.name: unit.bytes for unit in timed}
+    times = {"gather": 1, "scatter": 1, "all-reduce": 2}
+    carried = sum(times[bar.kind] * sizes[bar.unit] for bar in step.bars if bar.lane == "link")
+    return Run(step=step, held=held, sent=carried * (ranks - 1) / ranks)
+
+
+def update_seconds(held: dict[str, int], gpu: Accelerator) -> float:
+    """Return the optimizer's seconds at the GPU's memory bandwidth.
+
+    Of each parameter it reads and writes 12 bytes of master weight and moments, reads 2 of gradient, writes 2 of weight.
+    """
+    states = sum(size for name, size in held.items() if name not in ("weights", "gradients"))
+    return (2 + 4 / 12) * states / gpu.memory_bandwidth
+
+
+def explore(**state: Value) -> Answer:
+    """Return one step over time in the chosen stage, and beside it the other stages."""
+    runs = {stage: run(**state | {"stage": stage}) for stage in STAGES}
+    params, gpu = count_params(preset(state["model"])).total, accelerator(state["device"])
+    zero = min(state["stage"], 3)
+    ends = {
+        "ranks": min_ranks(params, zero, gpu.usable_bytes),
+        "params": max_params(gpu.usable_bytes, state["ranks"], zero),
+    }
+    chosen = runs[state["stage"]]
+    numbers = {name: size for name, size in chosen.held.items() if size}
+    for stage, each in runs.items():
+        numbers |= {f"held_{stage}": sum(each.held.values()), f"sent_{stage}": round(each.sent)}
+        numbers |= {f"peak_{stage}": round(1e9 * each.peak), f"step_us_{stage}": round(1e6 * each.step.seconds)}
+        numbers[f"exposed_us_{stage}"] = round(1e6 * each.step.exposed)
     return Answer(
-        picture=_picture(model, ranks, stage, micro_batches, held, sent, gpu),
-        caption=_caption(model, ranks, stage, held, sent, gpu),
-        table=_table(stage, held[stage], sent[stage], ends),
-        call=_call(model, ranks, stage, micro_batches),
+        picture=_picture(chosen, state, gpu),
+        caption=_caption(chosen, runs[0], state, gpu),
+        table=_table(runs, state["stage"], ends),
+        call=_call(state),
         numbers=numbers | {"least_ranks": ends["ranks"] or 0, "largest_params": ends["params"]},
     )
 
 
-def _roles(terms: dict[str, int]) -> dict[str, float]:
-    rest = sum(size for name, size in terms.items() if name not in ("weights", "gradients"))
-    return {"weights": terms["weights"] / GB, "gradients": terms["gradients"] / GB, "optimizer": rest / GB}
-
-
-def _carried(sent: dict[str, float]) -> dict[str, float]:
-    found = {"gradients": 0.0, "weights": 0.0}
-    for name, size in sent.items():
-        found[name.split(" of ")[1]] += size / GB
-    return found
+def limits(model: str, micro_batches: int, **others: Value) -> dict[str, tuple[int, str]]:
+    """Return the most units that a model has layers for, and a picture has room for."""
+    layers, room = preset(model).num_layers, MOST // micro_batches
+    if room < layers:
+        return {"units": (room, f"the most that can be drawn with {micro_batches} micro-batches")}
+    return {"units": (layers, f"{model} has {layers} layers")}
 
 
 def _size(value: float) -> str:
@@ -84,74 +174,115 @@ def _size(value: float) -> str:
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f} GB"
 
 
-def _picture(
-    model: str,
-    ranks: int,
-    stage: int,
-    micro_batches: int,
-    held: dict[int, dict[str, int]],
-    sent: dict[int, dict[str, float]],
-    gpu: Accelerator,
-) -> str:
-    def rows(parts_of: dict[int, dict[str, float]]) -> list[Bar]:
-        return [
-            Bar(label=STAGES[each], parts=parts, text=_size(sum(parts.values())), strong=each == stage)
-            for each, parts in parts_of.items()
-        ]
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
-    memory, traffic = (
-        rows({each: read(terms) for each, terms in found.items()}) for read, found in ((_roles, held), (_carried, sent))
-    )
-    on = f"{ranks:,} ranks" if ranks > 1 else "1 rank"
-    of = f"{micro_batches} micro-batches" if micro_batches > 1 else "1 micro-batch"
-    first, below = bars(
-        memory,
-        top=0,
-        title=f"Each of {on} holds, {model}",
+
+def _picture(chosen: Run, state: dict[str, Value], gpu: Accelerator) -> str:
+    """Draw the two lanes and what is held below them, with a band over the step that is told."""
+    step, scale = chosen.step, (RIGHT - LEFT) / chosen.step.seconds
+    shapes = [text(0, 12, f"{STAGES[state['stage']]}: one step of a rank", bold=True)]
+    for row, lane in enumerate(("device", "link")):
+        y = 22.0 + 26 * row
+        shapes.append(text(LEFT - 6, y + 13, lane, anchor="end"))
+        shapes.append(rect(LEFT, y, RIGHT - LEFT, 20, "idle", pale=True))
+        for bar in step.bars:
+            if bar.lane == lane and bar.end > bar.start:
+                wide = max((bar.end - bar.start) * scale - 0.4, 0.4)
+                shapes.append(rect(LEFT + bar.start * scale, y, wide, 20, COLOR.get(bar.kind, "gradients")))
+    # What changes at a moment changes at once: each value stands twice, at both ends of its time.
+    held = [values for _, values in chosen.holds for _ in (0, 1)]
+    at = [*[when for when, _ in chosen.holds for _ in (0, 1)][1:], step.seconds]
+    unit, factor = ("s", 1) if step.seconds >= 1 else ("ms", 1000)
+    area, end = areas(
+        {role: [values[role] for values in held] for role in ("optimizer", "weights", "gradients")},
+        at=[factor * when for when in at],
+        top=84,
+        title="It holds, GB",
+        xlabel=f"time, {unit}",
         limit=gpu.usable_bytes / GB,
         limit_text=f"{gpu.name}: {gpu.usable_bytes / GB:.1f} GB",
+        marks=[],
+        far=True,
     )
-    names, below = legend(memory[0].parts, top=below + 10)
-    second, end = bars(traffic, top=below + 20, title=f"Each sends in a step of {of}")
-    words = "; ".join(
-        f"{bar.label} holds {bar.text}, sends {move.text}" for bar, move in zip(memory, traffic, strict=True)
+    spans = _spans(chosen)
+    names, below = legend(["forward", "backward", "optimizer", "weights", "gradients", "idle"], top=end + 8)
+    band = rect(0, 0, 1, end - 50, "", outline=True)
+    cursor = Piece(shape=band, at=[(LEFT + start * scale, 18, (stop - start) * scale, 1) for start, stop, _ in spans])
+    first = max(range(len(spans)), key=lambda n: sum(chosen.at(spans[n][0]).values()))
+    alt = (
+        f"Two lanes over time, device and link, for {STAGES[state['stage']]}; the step takes {_time(step.seconds)}, and the "
+        f"device waits for {_time(step.exposed)} of it. Below, what a rank holds: at most {_size(chosen.peak)}."
     )
-    alt = f"Two groups of four stacked bars for {model} on {on}: {words}. A line stands at {gpu.usable_bytes / GB:.1f} GB."
-    return picture(first + names + second, end, alt)
+    return stepped(
+        shapes + area + names, [cursor], [words for *_, words in spans], height=below + 4, alt=alt, first=first
+    )
 
 
-def _caption(
-    model: str,
-    ranks: int,
-    stage: int,
-    held: dict[int, dict[str, int]],
-    sent: dict[int, dict[str, float]],
-    gpu: Accelerator,
-) -> str:
-    bytes_held, alone = sum(held[stage].values()), sum(held[0].values())
-    moved, by_ddp = sum(sent[stage].values()), sum(sent[0].values())
-    fits = verdict(bytes_held, gpu, reserve=0).word  # states alone: what a run leaves free is asked of its peak
-    times = moved / by_ddp if by_ddp else 1.0
-    against = "" if not stage else ", as much as DDP" if times == 1 else f", {times:.3g} times as much as DDP"
-    less = f", {alone / bytes_held:.3g} times less than DDP" if stage and ranks > 1 else ""
+def _spans(chosen: Run) -> list[tuple[float, float, str]]:
+    """Return what the device does and waits for: from when, until when, and in words."""
+    step, found, now = chosen.step, [], 0.0
+    for bar in [bar for bar in step.bars if bar.lane == "device"]:
+        if bar.start > now:
+            found.append((now, bar.start, "waits"))
+        what = "updates its weights" if bar.kind == "optimizer" else f"runs the {bar.kind} of {bar.unit}"
+        found.append((bar.start, bar.end, what))
+        now = bar.end
+    if step.seconds > now:
+        found.append((now, step.seconds, "waits"))
+    return [(start, end, _words(chosen, start, end, what)) for start, end, what in found if end > start]
+
+
+def _words(chosen: Run, start: float, end: float, what: str) -> str:
+    verbs = {"gather": "gathers", "scatter": "reduce-scatters", "all-reduce": "all-reduces"}
+    moves = [
+        f"{verbs[bar.kind]} {bar.unit}"
+        for bar in chosen.step.bars
+        if bar.lane == "link" and bar.start < end and start < bar.end and bar.end > bar.start
+    ]
+    carried = (
+        "carries nothing" if not moves else " and ".join(moves) if len(moves) < 3 else f"{moves[0]}, ..., {moves[-1]}"
+    )
+    held = chosen.at(start)
     return (
-        f"{model}, {STAGES[stage]}: a rank holds {_size(bytes_held / GB)} of states{less}, and sends "
-        f"{_size(moved / GB)} in a step{against}. It {fits} on one {gpu.name}, before activations."
+        f"The device {what}, the link {carried}. Held: {_size(held['weights'])} of weights, {_size(held['gradients'])} of "
+        f"gradients, {_size(held['optimizer'])} of optimizer states."
     )
 
 
-def _table(stage: int, held: dict[str, int], sent: dict[str, float], ends: dict[str, int | None]) -> str:
+def _caption(chosen: Run, ddp: Run, state: dict[str, Value], gpu: Accelerator) -> str:
+    step, on = chosen.step, f"{state['ranks']:,} ranks" if state["ranks"] > 1 else "1 rank"
+    fits = verdict(round(1e9 * chosen.peak), gpu, reserve=0).word  # what a run leaves free is asked of its whole peak
+    times = chosen.sent / ddp.sent if ddp.sent else 1.0
+    against = (
+        ""
+        if not state["stage"]
+        else ", as much as DDP"
+        if abs(times - 1) < 1e-9
+        else f", {times:.3g} times what DDP does"
+    )
+    return (
+        f"{state['model']} on {on}, {STAGES[state['stage']]}: a step takes {_time(step.seconds)}, of which the device waits "
+        f"{_time(step.exposed)}. A rank holds at most {_size(chosen.peak)} and sends {_size(chosen.sent / GB)}{against}. "
+        f"It {fits} on one {gpu.name}, before activations."
+    )
+
+
+def _table(runs: dict[int, Run], stage: int, ends: dict[str, int | None]) -> str:
     roles = {"weights": "weights", "gradients": "gradients"}
+    held = runs[stage].held
     holds = {
         name.replace("_", " "): (roles.get(name, "optimizer"), _size(size / GB)) for name, size in held.items() if size
     }
-    sends = {name: (name.split(" of ")[1], _size(size / GB)) for name, size in sent.items()}
     needs = f"{ends['ranks']:,}" if ends["ranks"] else "no number is enough"
-    return table(
+    columns = {
+        STAGES[each]: (_size(one.peak), _size(one.sent / GB), _time(one.step.seconds), _time(one.step.exposed))
+        for each, one in runs.items()
+    }
+    return grid(("", "holds at most", "sends", "step", "of it waits"), columns) + table(
         {
-            f"One rank holds, {STAGES[stage]}": holds | {"in all": ("", _size(sum(held.values()) / GB))},
-            "One rank sends in a step": sends | {"in all": ("", _size(sum(sent.values()) / GB))},
-            "Where it fits, states alone": {
+            f"States of a rank, {STAGES[stage]}": holds | {"in all": ("", _size(sum(held.values()) / GB))},
+            "Where they fit, states alone": {
                 "least ranks for this model": ("", needs),
                 "largest model on these ranks": ("", f"{format_count(ends['params'])} parameters"),
             },
@@ -159,33 +290,48 @@ def _table(stage: int, held: dict[str, int], sent: dict[str, float], ends: dict[
     )
 
 
-def _call(model: str, ranks: int, stage: int, micro_batches: int) -> str:
+def _call(state: dict[str, Value]) -> str:
+    settings = ", ".join(f"{name}={value!r}" for name, value in state.items())
     return (
-        "from lablib.calc.models import preset\n"
-        "from lablib.calc.params import count_params\n"
-        "from lablib.calc.parallel.zero import state_terms, zero_traffic\n\n"
-        f'params = count_params(preset("{model}")).total\n'
-        f"held = state_terms(params, ranks={ranks}, stage={stage})\n"
-        f"sent = zero_traffic(params, ranks={ranks}, stage={stage}, micro_batches={micro_batches})\n"
-        "print(held, sum(held.values()), sent, sum(sent.values()))\n"
+        "from lablib.live.zero import run\n\n"
+        f"found = run({settings})\n"
+        "print(found.held, sum(found.held.values()), found.sent, found.step.seconds, found.step.exposed, found.peak)\n"
     )
 
 
 EXPLORER = Explorer(
     name="zero",
-    title="ZeRO over data-parallel ranks",
+    title="Data parallelism and ZeRO over one step",
     controls=(
         Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
-        Control(name="ranks", label="ranks", options=number_options(RANKS), first=8, slider=True),
-        Control(name="stage", label="stage", options=tuple(STAGES.items()), first=1),
+        Control(name="ranks", label="ranks", options=number_options(RANKS), first=64, slider=True),
+        Control(name="stage", label="stage", options=tuple(STAGES.items()), first=3),
+        Control(name="overlap", label="messages leave", options=tuple(OVERLAP.items()), first=1),
+        Control(name="tokens", label="tokens of a rank", options=number_options(TOKENS), first=1024, slider=True),
         Control(
-            name="micro_batches",
-            label="micro-batches in a step",
-            options=number_options(MICRO_BATCHES),
-            first=1,
-            slider=True,
+            name="micro_batches", label="micro-batches", options=number_options((1, 2, 4, 8)), first=1, slider=True
         ),
-        Control(name="device", label="GPU", options=device_options(), first="h100"),
+        Control(name="device", label="GPU", options=device_options(clustered=True), first="h100"),
+        Control(
+            name="units", label="units beside the root", options=number_options(UNITS), first=8, slider=True, fold=True
+        ),
+        Control(
+            name="reached",
+            label="of the GPU's peak, reached",
+            options=tuple((n, f"{n} %") for n in (20, 30, 40, 50, 60, 70)),
+            first=40,
+            slider=True,
+            fold=True,
+        ),
+        Control(
+            name="latency",
+            label="latency of a message",
+            options=tuple((n, f"{n} µs") for n in (0, 2, 5, 10, 20)),
+            first=5,
+            slider=True,
+            fold=True,
+        ),
     ),
     compute=explore,
+    limits=limits,
 )

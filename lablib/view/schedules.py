@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, DASHES, doubling_axis, figure, note, plot_lines, with_legend
+from lablib.view.style import COLORS, doubling_axis, figure, note, plot_lines, with_legend
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
 ACTION_COLORS = {
@@ -150,24 +150,6 @@ def overlay(
     legend.remove()
     fig.legend(handles, labels, loc="outside upper left", ncols=min(3, len(handles)), fontsize=9)
     return fig
-
-
-def held_over_time(
-    panels: Mapping[str, Sequence[Sequence[tuple[float, float]]]], *, unit: str = "forward times"
-) -> Figure:
-    """Draw how many micro-batches each rank holds, one panel a schedule, one line a rank."""
-    fig, axes = figure(height=0.9 + 1.5 * len(panels), nrows=len(panels), sharex=True, sharey=True, squeeze=False)
-    for ax, (title, ranks) in zip(axes[:, 0], panels.items(), strict=True):
-        for rank, (points, (role, dash)) in enumerate(zip(ranks, zip(_LINES, DASHES, strict=False), strict=False)):
-            times, counts = zip(*points, strict=True)
-            ax.step(times, counts, linestyle=dash, where="post", color=COLORS[role], label=f"rank {rank}")
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.set_ylim(bottom=0)
-        ax.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 4, 5, 10]))
-        ax.set_ylabel("held")
-    axes[-1, 0].set_xlabel(f"time ({unit})")
-    fullest = max(range(len(panels)), key=lambda i: len(list(panels.values())[i]))
-    return with_legend(fig, 4, handles=axes[fullest, 0].lines)
 
 
 def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], *, what: str) -> Figure:

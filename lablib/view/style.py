@@ -181,3 +181,12 @@ def show(fig: Figure, *, caption: str, alt: str) -> None:
     plt.close(fig)
     markup = f'<figure class="house-figure">{svg}<figcaption>{html.escape(caption)}</figcaption></figure>'
     display(_Page(markup, f"[figure] {caption}"))
+
+
+def show_steps(markup: str, *, caption: str) -> None:
+    """Show a picture that is stepped through, from `lablib.live.mechanisms`, with its caption."""
+    from IPython.display import display
+
+    display(
+        _Page(f'<figure class="house-figure">{markup}<figcaption>{html.escape(caption)}</figcaption></figure>', caption)
+    )

@@ -7,8 +7,9 @@
     degrees      which degrees of all kinds may be together: one rule for every calculator
     experts      traffic, groups and gradients of experts; capacity, drops, imbalance      chapter 13
     zero         states and traffic of the ZeRO stages, and which to take      chapter 05
-    fsdp         what FSDP sends and holds, and its step                       chapter 06
+    fsdp         what FSDP sends                                               chapter 06
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
+    step         when DDP, ZeRO and FSDP compute and send                      chapters 05, 06
     deepspeed    DeepSpeed's configuration, estimates and offload             chapter 05
 
 Read `zero` first: its formulas are the shortest.
@@ -77,7 +78,7 @@ from lablib.calc.parallel.experts import (
     rank_loads,
     routed_bytes,
 )
-from lablib.calc.parallel.fsdp import FSDPTraffic, TimedUnit, fsdp_step, fsdp_traffic
+from lablib.calc.parallel.fsdp import FSDPTraffic, fsdp_traffic
 from lablib.calc.parallel.fsdp_units import (
     Shape,
     Unit,
@@ -88,6 +89,7 @@ from lablib.calc.parallel.fsdp_units import (
     peak_held_bytes,
     peak_unsharded_bytes,
 )
+from lablib.calc.parallel.step import Bar, DataParallelStep, TimedUnit, data_parallel_step, fsdp_step, timed_units
 from lablib.calc.parallel.tensor import (
     VARIANTS,
     layer_collectives,
@@ -118,7 +120,9 @@ __all__ = [
     "ORDERS",
     "VARIANTS",
     "WAYS",
+    "Bar",
     "DDPStep",
+    "DataParallelStep",
     "FSDPTraffic",
     "Shape",
     "StageChoice",
@@ -143,6 +147,7 @@ __all__ = [
     "check_shard",
     "context_buffers",
     "context_degrees",
+    "data_parallel_step",
     "ddp_step_time",
     "deal_whole",
     "deepspeed_settings",
@@ -186,6 +191,7 @@ __all__ = [
     "split_heads",
     "state_terms",
     "swap_seconds",
+    "timed_units",
     "token_factor",
     "token_owners",
     "tp_degrees",

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.runs import Span, timeline
 from lablib.view.style import COLORS, doubling_axis, figure, plot_lines, with_legend
 
 #: One colour a rank, or a line; numbers beside the rows say the same without hue.
@@ -38,28 +37,6 @@ def mask_cut(orders: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Figur
         ax.set_aspect("equal")
         ax.axis("off")
     return fig
-
-
-def ring_steps(panels: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
-    """Draw a ring over time, one panel an order: whose keys a rank multiplies in a step, and when it waits.
-
-    Args:
-        panels: By title, the blocks of scores that each rank computes in each step.
-    """
-    lanes = {}
-    for title, work in panels.items():
-        ranks, now = len(work[0]), 0.0
-        spans = []
-        for step, blocks in enumerate(work):
-            end = now + max(blocks)
-            for rank, share in enumerate(blocks):
-                if share:
-                    spans.append(Span(f"rank {rank}", "forward", now, now + share, f"k{(rank - step) % ranks}"))
-                if share < 0.99 * max(blocks):
-                    spans.append(Span(f"rank {rank}", "idle", now + share, end))
-            now = end
-        lanes[title] = sorted(spans, key=lambda span: span.lane)
-    return timeline(lanes, unit="blocks of scores")
 
 
 def memory_by_length(

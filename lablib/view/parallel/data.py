@@ -8,43 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from lablib.view.style import COLORS, DASHES, HATCHES, doubling_axis, figure, plot_lines, with_legend
 
 _LINES = ("communication", "forward", "gradients", "activations")
-
-
-def ring_steps(states: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
-    """Draw how many ranks' numbers are summed in every chunk, after each step of a ring all-reduce.
-
-    Args:
-        states: Title of the panel to `counts[rank][chunk]`, the number of ranks summed in that chunk. The
-            first is the start and has a row for itself; each half of the ring has a row of n - 1 steps.
-    """
-    ranks = len(next(iter(states.values())))
-    columns = max(ranks - 1, 1)
-    rows = 1 + -(-(len(states) - 1) // columns)
-    # Narrow, so that a phone shows the digits nearly as large as its text.
-    fig, axes = figure(width=4.2, height=1.75 * rows, nrows=rows, ncols=columns, squeeze=False)
-    for ax in axes.flat:
-        ax.axis("off")
-    panels = [axes[0, 0], *axes[1:].flat]
-    for ax, (title, counts) in zip(panels, states.items(), strict=False):
-        for rank, row in enumerate(counts):
-            for chunk, count in enumerate(row):
-                done = count == ranks
-                color = COLORS["optimizer"] if done else COLORS["gradients"]
-                alpha = 1.0 if done else 0.2 + 0.5 * (count - 1) / max(ranks - 2, 1)
-                cell = (chunk, ranks - 1 - rank)
-                ax.add_patch(Rectangle(cell, 0.92, 0.92, facecolor=color, alpha=alpha))
-                ax.text(cell[0] + 0.46, cell[1] + 0.44, str(count), ha="center", va="center", fontsize=13)
-        for rank in range(ranks):
-            ax.text(-0.15, ranks - 0.56 - rank, str(rank), ha="right", va="center", fontsize=11)
-        ax.set_title(title, fontsize=11)
-        ax.set(xlim=(-0.7, ranks), ylim=(0, ranks))
-        ax.set_aspect("equal")
-    return fig
 
 
 def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
