@@ -44,13 +44,11 @@ def judge(browser):
         ("0", "You said 0 GB, it is 16 GB."),
         ("-16", "You said -16 GB, it is 16 GB."),
         ("sixteen", "Type a number, in GB."),
-        ("1.2.3.", "You said 1.2.3. GB, it is 16 GB: 669 percent too high."),
+        ("1.6.x", "Type a number, in GB."),
         ("", "Type a number, in GB."),
     ],
 )
 def test_a_number_is_judged_and_its_error_said(judge, text, said):
-    if text == "1.2.3.":
-        text, said = "1.2.3.x", "Type a number, in GB."
     judged = judge(text)
     assert judged["said"] == said
     assert judged.get("right") is (None if "Type" in said else said.startswith("Right"))
@@ -59,9 +57,9 @@ def test_a_number_is_judged_and_its_error_said(judge, text, said):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("1,234.5", 1234.5), ("1.234,5", 1234.5), ("1 234", 1234), ("1,234,567", 1234567), ("1.234", 1.234)]
-    + [("1.234", 1234), ("1,234", 1234), ("0,125", 0.125), (".5", 0.5), ("~2e9", 2e9), ("12'500", 12500)],
-)
+    [("1,234.5", 1234.5), ("1.234,5", 1234.5), ("1,234,567", 1234567), ("1 234", 1234), ("12'500", 12500),
+     ("1,234", 1234), ("1.234", 1234), ("1.234", 1.234), ("0,125", 0.125), (".5", 0.5), ("~2e9", 2e9)],
+)  # fmt: skip
 def test_a_number_is_read_as_it_was_meant(judge, text, answer):
     known = {"answer": answer, "low": answer, "high": answer, "shown": str(answer), "unit": "", "same": 0.02}
     assert judge(text, known)["right"]
@@ -121,7 +119,7 @@ def test_a_guess_unfolds_its_figure_and_is_remembered_until_it_is_edited(context
         assert not here.locator("button").is_visible()
         # The same question with another text has another name.
         marks = stored(visit, "01")
-        marks["answers"] = {"other@000000": value for value in marks["answers"].values()}
+        marks["answers"] = {f"other-{name}": value for name, value in marks["answers"].items()}
         visit.page.evaluate("marks => localStorage.setItem('rung-by-rung:01', JSON.stringify(marks))", marks)
         visit.page.reload()
         assert here.locator("button").is_visible()
