@@ -20,7 +20,8 @@ METADATA = {
 }
 #: Sections of a chapter that need no takeaway of their own.
 FURNITURE = re.compile(
-    r"notation|claims you will meet|problems|exercises|done when|reading guide|what('s| comes)? next|where to go", re.I
+    r"notation|claims you will meet|five questions|problems|exercises|done when|reading guide|what('s| comes)? next|where to go",
+    re.I,
 )
 
 

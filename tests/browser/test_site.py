@@ -98,6 +98,7 @@ def test_a_page_reads_well(context, address, page):
             assert visit.foreign == []
             assert visit.errors == []
         if page in CHAPTERS:
+            visit.page.evaluate(_SHOW_GUESSED)
             a_solution_is_folded_until_it_is_asked_for(visit)
             the_code_of_a_figure_is_folded_until_it_is_asked_for(visit)
         if page in LABS:
@@ -167,6 +168,8 @@ _UNFOLD = """() => {
   document.querySelectorAll("article .toggle-hidden").forEach(fold => fold.classList.remove("toggle-hidden"));
 }"""
 
+#: What is folded until a guess.
+_SHOW_GUESSED = 'document.querySelectorAll("details.covered").forEach(fold => { fold.open = true })'
 
 # A cue may change what is measured, be taken away for it and put back, for ever: ten frames in which nothing changes end it.
 _FLICKERS = """async () => {
@@ -289,6 +292,7 @@ def test_the_theme_can_be_switched(context, address):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_formula_is_two_clicks_behind_a_figure(context, address, theme):
     with Visit(context, address, "book/05_zero", theme) as visit:
+        visit.page.evaluate(_SHOW_GUESSED)
         figure = visit.page.locator("div.cell:has(#figure-2)")
         figure.locator(".code-fold > summary").click()
         figure.locator(".code-fold a[href*='code/lablib/calc/']").first.click()
