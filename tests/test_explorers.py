@@ -220,12 +220,7 @@ def _same_pipeline(names, answer, state, printed):
 
 
 def _same_mesh(names, answer, state, printed):
-    mine, ranks, numbers = names["mine"], names["ranks"], answer["numbers"]
-    assert f"Rank {answer['state']['rank']}, " in answer["caption"]
-    assert {f"{name} ranks": len(group) for name, group in mine.groups.items()}.items() <= numbers.items()
-    assert {
-        f"{name} nodes": len(ranks.nodes_of(group)) for name, group in mine.groups.items()
-    }.items() <= numbers.items()
+    mine, numbers = names["mine"], answer["numbers"]
     held = (
         sum(map(len, mine.samples)),
         sum(map(len, mine.tokens)),
@@ -234,8 +229,7 @@ def _same_mesh(names, answer, state, printed):
         len(mine.experts),
     )
     assert held == tuple(numbers[name] for name in ("samples", "tokens", "layers", "heads", "experts"))
-    ends = mine.samples[0][0], mine.embedding, mine.head
-    assert ends == tuple(numbers[name] for name in ("first sample", "embedding", "head"))
+    assert {f"{name} ranks": len(group) for name, group in mine.groups.items()}.items() <= numbers.items()
     assert str(mine.groups) in printed
 
 
