@@ -68,6 +68,12 @@ class Explorer {
     this.form.addEventListener("reset", (event) => this.reset(event));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.parts.question.addEventListener("click", () => this.question());
+    // Cells of the picture set a control. A pointer that passes over them starts no Python, and leaves nothing behind.
+    const { picture } = this.parts;
+    for (const kind of ["click", "focusin"]) picture.addEventListener(kind, ({ target }) => this.choose(target));
+    picture.addEventListener("pointermove", ({ target }) => this.python.started && this.choose(target, true));
+    picture.addEventListener("pointerleave", () => this.back?.());
+    picture.addEventListener("keydown", (event) => this.step(event));
     for (const button of root.querySelectorAll("[data-copy]")) {
       // Where a page may not write to the clipboard there is nothing to press.
       button.hidden = !navigator.clipboard;
@@ -130,10 +136,42 @@ class Explorer {
     return Object.keys(this.first).every((name) => this.first[name] === state[name]);
   }
 
-  changed() {
+  /** Set a control to what a cell stands for, until the pointer leaves the picture if it only passes. */
+  choose(target, passing = false) {
+    const [name, value] = target.closest("[data-set]")?.dataset.set.split("=") ?? [];
+    if (!name || this.showing) return;
+    const before = this.state()[name], { back } = this;
+    if (!passing) this.back = undefined;
+    if (before === value) return back && !passing ? this.remember() : undefined;
+    const turn = (to, kept) => {
+      delete this.wished[name];
+      this.set(this.form.elements[name], to);
+      this.changed(kept);
+    };
+    if (passing) this.back ??= () => { this.back = undefined; turn(before, false); };
+    turn(value, !passing);
+  }
+
+  /** Go from a cell to the next one in the direction of an arrow key. */
+  step(event) {
+    const cells = [...this.parts.picture.querySelectorAll("[data-set]")], here = cells.indexOf(document.activeElement);
+    const aside = { ArrowLeft: -1, ArrowRight: 1 }[event.key], down = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (here < 0 || !(aside || down)) return;
+    event.preventDefault();
+    if (aside) return cells[here + aside]?.focus();
+    const from = cells[here].getBoundingClientRect();
+    const far = (cell) => {
+      const { x, y } = cell.getBoundingClientRect();
+      return (y - from.y) * down > 1 ? 1000 * Math.abs(y - from.y) + Math.abs(x - from.x) : Infinity;
+    };
+    const next = cells.reduce((best, cell) => (far(cell) < far(best) ? cell : best));
+    if (far(next) < Infinity) next.focus();
+  }
+
+  changed(kept = true) {
     this.controls().forEach((control) => this.label(control));
     this.unknown.replaceChildren();
-    this.remember();
+    if (kept) this.remember();
     this.touched = performance.now();
     return this.run();
   }
@@ -187,7 +225,12 @@ class Explorer {
   }
 
   show(answer) {
+    const held = this.parts.picture.contains(document.activeElement) && document.activeElement.dataset.set;
     for (const part of PARTS) this.parts[part].innerHTML = answer[part];
+    // The cell that had the keyboard is drawn anew.
+    this.showing = true;
+    if (held) this.parts.picture.querySelector(`[data-set="${held}"]`)?.focus({ preventScroll: true });
+    this.showing = false;
     this.offer();
     delete this.root.dataset.stale;
     this.answered();
@@ -219,6 +262,7 @@ class Explorer {
 
   async copy(button) {
     const what = button.dataset.copy;
+    if (what === "address") this.remember();
     const words = what === "address" ? location.href : this.parts[what].textContent;
     await navigator.clipboard.writeText(words);
     const { textContent: label } = button;

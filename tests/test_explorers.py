@@ -27,6 +27,7 @@ from lablib.calc.params import count_params
 from lablib.calc.schedules import schedule
 from lablib.cli.main import app as rung
 from lablib.live import cluster as explore_cluster
+from lablib.live import mesh as explore_mesh
 from lablib.live import pipeline as explore_pipeline
 from lablib.live import svg
 from lablib.live import training as explore_training
@@ -39,7 +40,7 @@ from tests.scripts import ROOT, load
 from tests.test_models import LLAMA_3_8B
 
 TRAINING, ZERO, CLUSTER = explore_training.EXPLORER, explore_zero.EXPLORER, explore_cluster.EXPLORER
-PIPELINE = explore_pipeline.EXPLORER
+PIPELINE, MESH = explore_pipeline.EXPLORER, explore_mesh.EXPLORER
 #: Every module of lablib.live that has one.
 EXPLORERS = {
     name: module.EXPLORER
@@ -234,6 +235,20 @@ def _same_pipeline(names, answer, state, printed):
     assert [round(1000 * most) for most in timeline.peak_in_flight] == held
 
 
+def _same_mesh(names, answer, state, printed):
+    mine, numbers = names["mine"], answer["numbers"]
+    held = (
+        sum(map(len, mine.samples)),
+        sum(map(len, mine.tokens)),
+        len(mine.layers),
+        len(mine.heads),
+        len(mine.experts),
+    )
+    assert held == tuple(numbers[name] for name in ("samples", "tokens", "layers", "heads", "experts"))
+    assert {f"{name} ranks": len(group) for name, group in mine.groups.items()}.items() <= numbers.items()
+    assert str(mine.groups) in printed
+
+
 #: By explorer: that what its call computes and prints is what its page shows. A new one is missed here.
 SAME_NUMBERS = {
     "training": _same_training,
@@ -241,6 +256,7 @@ SAME_NUMBERS = {
     "formulas": _same_formulas,
     "cluster": _same_cluster,
     "pipeline": _same_pipeline,
+    "mesh": _same_mesh,
 }
 
 
@@ -337,6 +353,31 @@ def test_an_own_schedule_is_timed_as_the_one_of_that_name():
         PIPELINE.answer({"own": "forward"})
 
 
+def test_the_mesh_explorer_marks_the_groups_of_the_chosen_rank():
+    for asked in around(MESH) + at_random(MESH, 20):
+        answer = MESH.answer(asked)
+        state, names = answer["state"], {}
+        exec(unescape(answer["call"]), names)
+        cells = [cell for cell in ElementTree.fromstring(answer["picture"]).iter() if "data-set" in cell.attrib]
+        assert [cell.get("data-set") for cell in cells] == [f"rank={rank}" for rank in range(state["gpus"])]
+        assert all(cell.get("aria-label").startswith(f"rank {rank}; node ") for rank, cell in enumerate(cells))
+        for name, value in (("aria-checked", "true"), ("tabindex", "0")):
+            assert [rank for rank, cell in enumerate(cells) if cell.get(name) == value] == [state["rank"]]
+        for name in ("tp", "cp", "dp", "pp", *(("ep", "edp") if state["ep"] > 1 else ())):
+            marked = [rank for rank, cell in enumerate(cells) if name in [shape.text for shape in cell]]
+            assert marked == [rank for rank in names["mine"].groups[name] if rank != state["rank"]], (name, state)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"), [({"ep": 4}, False), ({"ep": 8}, True), ({"model": "llama-3-8b"}, True), ({"pp": 1}, False)]
+)
+def test_the_mesh_explorer_says_what_megatron_refuses(given, refused):
+    """Of megatron/core/parallel_state.py 0.19.2: where pp is not last, edp must be dp or there be no pipeline."""
+    answer = MESH.answer({"order": "tp-cp-ep-pp-dp"} | given)
+    assert ("refuses" in answer["table"]) == refused
+    assert "refuses" not in MESH.answer(given)["table"]
+
+
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
 def test_every_picture_is_sound(explorer):
     for state in around(explorer) + at_random(explorer, 10):
@@ -345,10 +386,10 @@ def test_every_picture_is_sound(explorer):
             continue
         whole = ElementTree.fromstring(answer["picture"])
         tree = whole if whole.tag.endswith("svg") else next(node for node in whole if node.tag.endswith("svg"))
-        assert tree.get("role") == "img"
+        assert tree.get("role") == ("img" if "data-set" not in answer["picture"] else "group")
         assert tree.get("aria-label")
         left, top, wide, tall = map(float, tree.get("viewBox").split())
-        for shape in tree:
+        for shape in tree.iter():
             assert "id" not in shape.attrib
             numbers = {name: float(shape.get(name, 0)) for name in ("x", "y", "x1", "x2", "y1", "y2")}
             ends = [numbers["x"] + float(shape.get("width", 0)), numbers["y"] + float(shape.get("height", 0))]
@@ -361,8 +402,8 @@ def test_every_picture_is_sound(explorer):
             assert max(down) <= tall, state
         ElementTree.fromstring(f"<div>{answer['table']}</div>")
         # Every colour of the picture has its name in it.
-        used = {shape.get("fill") for shape in tree if shape.tag.endswith(("rect", "polygon"))} - {"none"}
-        named = {svg.COLORS[shape.text] for shape in tree if shape.text in svg.COLORS}
+        used = {shape.get("fill") for shape in tree.iter() if shape.tag.endswith(("rect", "polygon"))} - {"none"}
+        named = {svg.COLORS[shape.text] for shape in tree.iter() if shape.text in svg.COLORS}
         assert used <= named
 
 

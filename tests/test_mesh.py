@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import chain, product
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DistributedSampler
 
-from lablib.calc.layouts import AXES, Mesh, group_line, mesh, mesh_text
+from lablib.calc.layouts import AXES, Mesh, group_line, holdings, mesh, mesh_text
 from lablib.calc.layouts.planner import cluster
+from lablib.calc.models import preset
+from lablib.calc.parallel import SAMPLERS, rank_samples
+from lablib.launch.torch_private import FakeStore
 from tests.processes import new_seed
 
 
@@ -198,3 +206,108 @@ def test_the_text_shows_every_rank() -> None:
     assert "t1 d2 p1" in text
     assert group_line(found, "tp") in text
     assert "tp: 6 groups of 2, like [0, 1]; they stay in a node" in text
+
+
+QWEN = preset("qwen3-30b-a3b")
+
+
+def draw_holdings(rng):
+    """Return a mesh without ep, and what its ranks hold of a model with experts under settings that may be together."""
+    while True:
+        tp, cp, dp, pp, ep = (rng.choice((1, 2, 4)) for _ in range(5))
+        etp, order = rng.choice((1, tp)), rng.sample(AXES, 5)
+        if tp * cp * dp % (ep * etp) == 0 and 1 < tp * cp * dp * pp <= 64:
+            break
+    ranks = mesh(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
+    split = {"ep": ep, "etp": etp, "seq": 64, "micro_batch": rng.choice((1, 3)), "rounds": rng.choice((1, 2))}
+    ways = {"sampler": rng.choice(SAMPLERS), "tokens": rng.choice(("zigzag", "contiguous"))}
+    return ranks, split | ways, holdings(QWEN, ranks, **split | ways)
+
+
+def test_ranks_together_hold_every_token_and_every_weight_equally_often() -> None:
+    rng = random.Random(new_seed())
+    for _ in range(40):
+        ranks, given, held = draw_holdings(rng)
+        tp, cp, dp, pp = map(ranks.size, ("tp", "cp", "dp", "pp"))
+        edp = tp * cp * dp // (given["ep"] * given["etp"])
+        whole = {
+            "tp": tp,
+            "cp": cp,
+            "dp": dp,
+            "pp": pp,
+            "ep": given["ep"],
+            "etp": given["etp"],
+            "edp": edp,
+            "dp x cp": dp * cp,
+        }
+        for name, size in whole.items():
+            assert all(rank in one.groups[name] and len(one.groups[name]) == size for rank, one in enumerate(held))
+            found = {tuple(one.groups[name]) for one in held}
+            assert sorted(chain(*found)) == [*range(ranks.ranks)]
+        batch = dp * given["micro_batch"] * given["rounds"]
+        parts = {
+            (batch, 64): (tp * pp, [product(chain(*one.samples), chain(*one.tokens)) for one in held]),
+            (48, 32): (cp * dp, [product(one.layers, one.heads) for one in held]),
+            (48, 128): (given["etp"] * edp, [product(one.layers, one.experts) for one in held]),
+        }
+        for sizes, (copies, shares) in parts.items():
+            assert Counter(chain(*shares)) == dict.fromkeys(product(*map(range, sizes)), copies), given
+        for one in held:
+            assert sorted(chain(*(held[rank].experts for rank in one.groups["ep"]))) == [*range(128)]
+            assert all(
+                (held[rank].experts, held[rank].layers) == (one.experts, one.layers) for rank in one.groups["edp"]
+            )
+        assert (sum(one.embedding for one in held), sum(one.head for one in held)) == (ranks.ranks // pp,) * 2
+
+
+def test_groups_of_experts_are_those_of_megatrons_second_grid() -> None:
+    """Megatron Core lays etp, ep, edp and pp over all ranks, where the stages come out as attention has them."""
+    rng, seen = random.Random(new_seed()), 0
+    while seen < 20:
+        ranks, given, held = draw_holdings(rng)
+        tp, cp, dp, pp = map(ranks.size, ("tp", "cp", "dp", "pp"))
+        edp = tp * cp * dp // (given["ep"] * given["etp"])
+        axes = {"tp": ("etp", given["etp"]), "ep": ("ep", given["ep"]), "dp": ("edp", edp), "pp": ("pp", pp)}
+        order, sizes = zip(*(axes[axis] for axis in ranks.order if axis != "cp"), strict=True)
+        experts = Mesh(sizes, order)
+        if oracle(experts, "pp") == oracle(ranks, "pp"):
+            seen += pp > 1
+            for name in ("ep", "etp", "edp"):
+                assert {tuple(one.groups[name]) for one in held} == oracle(experts, name)
+
+
+def test_a_rank_holds_what_pytorch_gives_it() -> None:
+    """torchtitan 0.3.0: a mesh pp, batch, cp, tp and one of pp, dp_replicate, efsdp, ep over the same ranks."""
+    rank, world = 13, 32
+    mine = holdings(QWEN, mesh(tp=2, cp=2, dp=4, pp=2), ep=8, etp=1, seq=64)[rank]
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        dense = init_device_mesh("cpu", (2, 4, 2, 2), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        sparse = init_device_mesh("cpu", (2, 1, 2, 8), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        theirs = {name: dense[name].mesh.tolist() for name in ("pp", "dp", "cp", "tp")}
+        theirs |= {"dp x cp": dense["dp", "cp"].mesh.flatten().tolist()}
+        theirs |= {"ep": sparse["ep"].mesh.tolist(), "edp": sparse["efsdp"].mesh.tolist()}
+    finally:
+        dist.destroy_process_group()
+    assert {name: mine.groups[name] for name in theirs} == theirs
+
+
+def test_samples_are_dealt_as_pytorch_and_megatron_deal_them() -> None:
+    for dp, micro_batch, rounds in product((1, 2, 5), (1, 3), (1, 4)):
+        batch = np.arange(dp * micro_batch * rounds)
+        for rank in range(dp):
+            dealt = {
+                way: list(chain(*rank_samples(dp, rank, micro_batch=micro_batch, rounds=rounds, sampler=way)))
+                for way in SAMPLERS
+            }
+            assert dealt["interleaved"] == list(DistributedSampler(batch, dp, rank, shuffle=False))
+            assert dealt["contiguous"] == batch.reshape(rounds, dp, micro_batch)[:, rank].flatten().tolist()
+
+
+def test_what_cannot_be_held_is_said() -> None:
+    with pytest.raises(ValueError, match="a mesh without it"):
+        holdings(QWEN, mesh(dp=4, ep=2), seq=64)
+    with pytest.raises(ValueError, match="tp=8 does not divide num_kv_heads=4"):
+        holdings(QWEN, mesh(tp=8), seq=64)
+    with pytest.raises(ValueError, match="unknown sampler 'random'"):
+        rank_samples(2, 0, micro_batch=1, rounds=1, sampler="random")

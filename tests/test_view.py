@@ -130,10 +130,6 @@ FIGURES = {
         lambda: fsdp.mesh([[0, 1], [0, 1]], rows="shard", columns="replicate"),
         {"texts": {"rank 3\nshard 1"}},
     ),
-    "node_map": (
-        lambda: layout.node_map({"one": [("a", 0), ("b", 0), ("c", 1)], "two": [("a", 0), ("b", 1)]}, columns=2),
-        {"patches": [3, 2], "texts": {"node 0\na", "node 1\nb"}},
-    ),
     "axis_bars": (
         lambda: layout.axis_bars({"fast": {"tp": 20.0, "pp": 0.0}, "slow": {"tp": 200.0, "pp": 3.0}}, xlabel="s"),
         {"widths": [20, 200, 3], "rows": ["tp", "pp", "tp", "pp"], "texts": {"20", "200", "3", "fast", "slow"}},

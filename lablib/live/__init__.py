@@ -8,6 +8,7 @@ calls the same function for every other. Standard library and calc only, because
     training   the memory of a training run      chapter 01
     pipeline   a schedule over time              chapter 04
     zero       a step of DDP, ZeRO and FSDP      chapter 05
+    mesh       which rank holds what             chapter 07
     formulas   the sheet for a job of yours      the sheet of formulas
     svg        SVG as text
     steps      a picture that is stepped through

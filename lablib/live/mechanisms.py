@@ -68,7 +68,7 @@ def ring_all_reduce(ranks: int = 4) -> str:
         for rank, chunk in moves:
             at: list[Place] = [None] * count
             at[step - 1], at[step] = spot(rank, chunk), spot((rank + 1) % ranks, chunk)
-            pieces.append(Piece(shape=rect(0, 0, wide, tall, "", outline=True), at=at))
+            pieces.append(Piece(shape=rect(0, 0, wide, tall, "", outline=2.5), at=at))
         rank, chunk = moves[0]
         value = "".join("1" if r in states[step][1 % ranks][chunk] else "0" for r in reversed(range(ranks))).lstrip("0")
         name, does = ("Reduce-scatter", "adds it") if reducing else ("All-gather", "keeps it as it is")
@@ -121,7 +121,7 @@ def schedules(timelines: Mapping[str, Timeline]) -> str:
                 )
         ends.append(y + 20)
         y += 28 + len(timeline.ranks) * (_ROW + 3)
-        head = rect(0, 0, 2, y - ends[-1] - 8, "", outline=True)
+        head = rect(0, 0, 2, y - ends[-1] - 8, "", outline=2.5)
         pieces.append(Piece(shape=head, at=[(_LEFT + when * scale, ends[-1] - 3) for when in times]))
     kinds = {part.kind for t in timelines.values() for event in t.events for part in event.action.parts}
     names, y = legend([words for kind, words in KINDS.items() if kind in kinds] + ["activations", "idle"], top=y)

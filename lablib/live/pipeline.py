@@ -136,7 +136,7 @@ def _wrong(made: Schedule, error: ScheduleError, own: str) -> Answer:
         for number, step in enumerate(steps):
             shapes += _box(step, LEFT + number * wide, y, wide)
     for rank, number in error.marks:
-        shapes.append(rect(LEFT + number * wide, 21 + rank * (ROW + 4), wide - 0.6, ROW + 1, "", outline=True))
+        shapes.append(rect(LEFT + number * wide, 21 + rank * (ROW + 4), wide - 0.6, ROW + 1, "", outline=2.5))
     kinds = {part.kind for steps in made.ranks for step in steps for part in step.parts}
     names, end = legend([words for kind, words in KINDS.items() if kind in kinds], top=30 + len(made.ranks) * (ROW + 4))
     where = " and ".join(f"rank {rank}, step {number}" for rank, number in error.marks)

@@ -27,6 +27,12 @@ COLORS = {
     "backward: input": "#b5629b",
     "backward: weight": "#d87e1e",
     "idle": "#8c939c",
+    "tp": "#3b7dbf",
+    "cp": "#b5629b",
+    "dp": "#d87e1e",
+    "pp": "#1b9e77",
+    "ep": "#cf5a3c",
+    "edp": "#7a828c",
 }
 _GRID = "var(--figure-grid, rgba(128, 128, 128, 0.35))"
 
@@ -53,11 +59,25 @@ class Bar:
         return sum(self.parts.values())
 
 
-def picture(shapes: Sequence[str], height: float, alt: str) -> str:
-    """Return shapes as one SVG that fills its column."""
+def picture(shapes: Sequence[str], height: float, alt: str, *, role: str = "img") -> str:
+    """Return shapes as one SVG that fills its column; its role is "group" if readers shall find cells in it."""
     return (
-        f'<svg role="img" aria-label="{escape(alt, quote=True)}" viewBox="0 0 {WIDTH} {_n(height)}" '
+        f'<svg role="{role}" aria-label="{escape(alt, quote=True)}" viewBox="0 0 {WIDTH} {_n(height)}" '
         f'xmlns="http://www.w3.org/2000/svg" font-size="{FONT}" fill="currentColor">{"".join(shapes)}</svg>'
+    )
+
+
+def choices(name: str, cells: Iterable[str]) -> str:
+    """Return cells of which one is chosen, in a group that a screen reader names so."""
+    return f'<g role="radiogroup" aria-label="{escape(name, quote=True)}">{"".join(cells)}</g>'
+
+
+def choice(setting: str, words: str, shapes: Iterable[str], *, chosen: bool) -> str:
+    """Return shapes as a cell that sets a control when it is clicked, focused or pointed at, like "rank=5"."""
+    words = escape(words, quote=True)
+    return (
+        f'<g role="radio" aria-checked="{str(chosen).lower()}" tabindex="{int(chosen) - 1}" data-set="{setting}" '
+        f'aria-label="{words}"><title>{words}</title>{"".join(shapes)}</g>'
     )
 
 
@@ -70,10 +90,13 @@ def text(
     return f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{weight}{fill}>{escape(words)}</text>'
 
 
-def rect(x: float, y: float, wide: float, tall: float, role: str, *, pale: bool = False, outline: bool = False) -> str:
-    """Return a box in the colour of its role, or the outline of one in that of the text, as thick however it is scaled."""
-    line = 'fill="none" stroke="currentColor" stroke-width="2.5" vector-effect="non-scaling-stroke"'
-    look = line if outline else f'fill="{COLORS[role]}"'
+def rect(x: float, y: float, wide: float, tall: float, role: str, *, pale: bool = False, outline: float = 0) -> str:
+    """Return a box in the colour of its role, or an outline in that of the text, so wide however it is scaled."""
+    look = (
+        f'fill="none" stroke="currentColor" stroke-width="{outline}" vector-effect="non-scaling-stroke"'
+        if outline
+        else f'fill="{COLORS[role]}"'
+    )
     look += ' opacity="0.35"' if pale else ""
     return f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}" {look}/>'
 

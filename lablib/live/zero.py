@@ -207,7 +207,7 @@ def _picture(chosen: Run, state: dict[str, Value], gpu: Accelerator) -> str:
     )
     spans = _spans(chosen)
     names, below = legend(["forward", "backward", "optimizer", "weights", "gradients", "idle"], top=end + 8)
-    band = rect(0, 0, 1, end - 50, "", outline=True)
+    band = rect(0, 0, 1, end - 50, "", outline=2.5)
     cursor = Piece(shape=band, at=[(LEFT + start * scale, 18, (stop - start) * scale, 1) for start, stop, _ in spans])
     first = max(range(len(spans)), key=lambda n: sum(chosen.at(spans[n][0]).values()))
     alt = (

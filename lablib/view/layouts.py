@@ -76,21 +76,6 @@ def parallelism_map() -> Figure:
 _ROLES = ("weights", "gradients", "optimizer", "activations", "forward", "backward")
 
 
-def node_map(panels: Mapping[str, Sequence[tuple[str, int]]], *, columns: int = 4) -> Figure:
-    """Draw nodes as boxes, one panel a way to order the axes; the colour is the replica that a node works for."""
-    rows = max(-(-len(nodes) // columns) for nodes in panels.values())
-    fig, axes = figure(height=(0.62 * rows + 0.35) * len(panels), nrows=len(panels), squeeze=False)
-    for ax, (title, nodes) in zip(axes[:, 0], panels.items(), strict=True):
-        for node, (text, color) in enumerate(nodes):
-            x, y = node % columns, -(node // columns)
-            fill = COLORS[_ROLES[color % len(_ROLES)]]
-            cell(ax, x + 0.03, y + 0.06, 0.94, 0.86, f"node {node}\n{text}", fill)
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.set(xlim=(0, columns), ylim=(1 - rows, 1))
-        ax.axis("off")
-    return fig
-
-
 def axis_bars(values: Mapping[str, Mapping[str, float]], *, xlabel: str, number: str = "{:,.3g}") -> Figure:
     """Draw one number for every axis of every layout, on a log scale, each bar with its value."""
     known = list(dict.fromkeys(axis for parts in values.values() for axis in parts))

@@ -30,6 +30,12 @@ COLORS = {
     "communication": "#b4900a",
     "idle": "#8c939c",
     "neutral": "#7a828c",
+    "tp": "#3b7dbf",
+    "cp": "#b5629b",
+    "dp": "#d87e1e",
+    "pp": "#1b9e77",
+    "ep": "#cf5a3c",
+    "edp": "#7a828c",
 }
 
 #: A second sign beside colour for what is often drawn next to something similar.

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 from html import unescape
 
 import pytest
@@ -23,6 +24,7 @@ PAGES = {
     "book/01_why_distributed": "training",
     "book/04_pipeline_parallelism": "pipeline",
     "book/05_zero": "zero",
+    "book/07_3d_parallelism": "mesh",
     "index": "cluster",
 }
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
@@ -180,6 +182,8 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
             what_is_copied_is_what_is_shown(live)
         if page == "book/04_pipeline_parallelism":
             a_wrong_step_is_marked(live)
+        if page == "book/07_3d_parallelism":
+            a_cell_of_the_picture_sets_its_control(live)
         query = the_address_holds_the_state(live)
         state = live.state()
         assert live.abroad == []
@@ -194,6 +198,8 @@ def nothing_is_fetched_before_the_first_touch(live):
         live.field(control.name).focus()
         live.field(control.name).press("Tab")
     live.root.hover()
+    for cell in live.root.locator("[data-set]").all()[:2]:
+        cell.hover()
     live.page.wait_for_load_state("networkidle")
     assert live.lazy == []
     assert live.abroad == []
@@ -316,6 +322,42 @@ def a_wrong_step_is_marked(live):
         live.holds(live.first | {"own": own})
     assert "1B1 needs 1F1" in live.root.locator("figcaption").inner_text()
     assert live.root.locator("svg rect[fill=none]").count() == 1
+    live.reset()
+
+
+def a_cell_of_the_picture_sets_its_control(live):
+    def then(act, rank):
+        before = live.answers()
+        act()
+        live.wait(before)
+        live.holds(live.first | {"rank": rank})
+
+    def cell(rank):
+        return live.root.locator(f"[data-set='rank={rank}']")
+
+    def kept():
+        return re.findall(r"mesh\.rank=(\d+)", live.page.url)
+
+    # The pointer shows a rank while it is there, and comes back to the one before.
+    then(cell(0).hover, 0)
+    then(cell(12).hover, 12)
+    then(live.root.locator("figcaption").hover, live.first["rank"])
+    assert kept() == []
+    # A click keeps it, and the keyboard goes on from there, wherever the pointer rests.
+    then(cell(9).hover, 9)
+    cell(9).click()
+    assert kept() == ["9"]
+    for key, rank in (("ArrowRight", 10), ("ArrowDown", 18), ("ArrowLeft", 17), ("ArrowUp", 9), ("ArrowUp", 1)):
+        then(lambda key=key: live.page.keyboard.press(key), rank)
+        assert live.page.evaluate("document.activeElement.dataset.set") == f"rank={rank}"
+        assert cell(rank).evaluate("node => node.matches(':focus-visible')")
+        assert kept() == [str(rank)]
+    live.page.keyboard.press("ArrowUp")  # there is none above
+    assert cell(1).get_attribute("aria-checked") == "true"
+    assert live.root.get_by_role("radio", name="rank 17; node 2; ").count() == 1
+    live.root.locator("figcaption").hover()
+    live.page.wait_for_timeout(100)
+    assert live.state() == live.first | {"rank": 1}
     live.reset()
 
 

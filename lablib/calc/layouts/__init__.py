@@ -1,6 +1,6 @@
 """How a model is laid out over a cluster: meshes, rules of thumb, published layouts, and the planner.
 
-    meshes      ranks as a grid of dp, tp, pp, cp and ep, its groups, and bytes that they send
+    meshes      ranks as a grid of dp, tp, pp, cp and ep: its groups, bytes that they send, what a rank holds
     guides      the decision framework, and rules of thumb that guides print, as functions
     challenge   the clusters of the exercise, and the score of a plan
     miniature   a composition small enough for a laptop's ranks
@@ -16,7 +16,7 @@ from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
 from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout, export_plan
 from lablib.calc.layouts.guides import FAMILIES, choose, enough_microbatches, microbatch_rule, order_rule, tensor_rule
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
-from lablib.calc.layouts.meshes import AXES, Mesh, axis_bytes, group_line, mesh, mesh_text
+from lablib.calc.layouts.meshes import AXES, Holding, Mesh, axis_bytes, group_line, holdings, mesh, mesh_text
 from lablib.calc.layouts.miniature import VERSIONS, AxisTraffic, Miniature, predicted_traffic
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "FAMILIES",
     "VERSIONS",
     "AxisTraffic",
+    "Holding",
     "Mesh",
     "Miniature",
     "Score",
@@ -38,6 +39,7 @@ __all__ = [
     "export_layout",
     "export_plan",
     "group_line",
+    "holdings",
     "mesh",
     "mesh_text",
     "microbatch_rule",

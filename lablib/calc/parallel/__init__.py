@@ -25,17 +25,20 @@ from lablib.calc.parallel.context import (
     context_buffers,
     context_degrees,
     rank_chunks,
+    rank_tokens,
     ring_hiding_tokens,
     ring_work,
     token_owners,
     ulysses_crossover,
 )
 from lablib.calc.parallel.data import (
+    SAMPLERS,
     DDPStep,
     backward_transfers,
     bucket_sizes,
     ddp_step_time,
     exposed_time,
+    rank_samples,
     token_factor,
 )
 from lablib.calc.parallel.deepspeed import (
@@ -75,6 +78,7 @@ from lablib.calc.parallel.experts import (
     imbalance,
     random_dropped_share,
     random_loads,
+    rank_experts,
     rank_loads,
     routed_bytes,
 )
@@ -118,6 +122,7 @@ __all__ = [
     "CPU_ADAM_BYTES",
     "DISPATCH_WAYS",
     "ORDERS",
+    "SAMPLERS",
     "VARIANTS",
     "WAYS",
     "Bar",
@@ -181,8 +186,11 @@ __all__ = [
     "random_dropped_share",
     "random_loads",
     "rank_chunks",
+    "rank_experts",
     "rank_loads",
     "rank_params",
+    "rank_samples",
+    "rank_tokens",
     "ring_hiding_tokens",
     "ring_work",
     "routed_bytes",

@@ -242,6 +242,15 @@ def rank_chunks(cp: int, rank: int, order: str) -> tuple[int, ...]:
     return (rank, 2 * cp - 1 - rank) if order == "zigzag" and cp > 1 else (rank,)
 
 
+def rank_tokens(cp: int, rank: int, order: str, seq: int) -> list[range]:
+    """Return the tokens of a sequence that a rank holds, a range for each of its chunks; arguments as `rank_chunks`."""
+    chunks = rank_chunks(cp, rank, order)
+    parts = cp * len(chunks)
+    must_divide("2 cp" if parts > cp else "cp", parts, "seq", seq)
+    size = seq // parts
+    return [range(chunk * size, (chunk + 1) * size) for chunk in chunks]
+
+
 def token_owners(cp: int, order: str, seq: int) -> list[int]:
     """Return the rank that holds each token of a sequence.
 

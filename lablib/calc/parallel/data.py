@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lablib.calc.communication import check_link, ring_all_reduce_time
+from lablib.calc.errors import check_whole, one_of
+
+#: Ways to deal the samples of a batch to data-parallel ranks.
+SAMPLERS = ("contiguous", "interleaved")
 
 
 def token_factor(tokens: Sequence[int]) -> float:
@@ -21,6 +25,29 @@ def token_factor(tokens: Sequence[int]) -> float:
     if not tokens or min(tokens) < 0 or not sum(tokens):
         raise ValueError(f"tokens={list(tokens)} must be a number for each rank, none negative and one above 0")
     return len(tokens) / sum(tokens)
+
+
+def rank_samples(dp: int, rank: int, *, micro_batch: int, rounds: int, sampler: str) -> list[range]:
+    """Return the samples of a global batch that a data-parallel rank reads, for each of its micro-batches.
+
+    A round takes the next `dp * micro_batch` samples. "contiguous": each rank a run of them, as Megatron-LM does by default
+    (0.19.2, megatron/training/datasets/data_samplers.py, MegatronPretrainingSampler). "interleaved": each rank every
+    dp-th, as PyTorch's DistributedSampler does (2.13.0, torch/utils/data/distributed.py); so does Hugging Face's
+    split_dataset_by_node, which torchtitan calls, with a stream of files whose number dp does not divide. Else it gives
+    each rank files or a part of its own, and a batch has no common numbers.
+
+    Args:
+        rank: Its position in dp; ranks of tp, cp and pp at this position read the same.
+    """
+    one_of("sampler", sampler, SAMPLERS)
+    for name, size in (("dp", dp), ("micro_batch", micro_batch), ("rounds", rounds)):
+        check_whole(name, size, 1)
+    check_whole("rank", rank, 0, dp - 1)
+    taken = dp * micro_batch
+    if sampler == "contiguous":
+        firsts = range(rank * micro_batch, taken * rounds, taken)
+        return [range(first, first + micro_batch) for first in firsts]
+    return [range(first + rank, first + taken, dp) for first in range(0, taken * rounds, taken)]
 
 
 @dataclass(frozen=True)

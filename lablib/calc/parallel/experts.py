@@ -155,12 +155,18 @@ def held_params(config: ModelConfig, ep: int) -> int:
 
 
 def expert_groups(
-    *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+    *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, order: str = "tp-cp-ep-dp-pp"
 ) -> dict[str, list[list[int]]]:
     """Return the process groups of attention and of experts, where experts are folded over all ranks of a stage.
 
     The ranks of a pipeline stage are one grid for attention, tp x cp x dp, and another for experts, etp x ep x edp, both
     with the first axis fastest; edp = tp cp dp / (etp ep). Liu et al. 2025 (arXiv 2504.14960), section 3 and listing 1.
+
+    Where pp is not the slowest axis, a stage's ranks are counted as they come. Megatron Core 0.19.2 gives the same groups,
+    or refuses: it wants edp = dp there (megatron/core/parallel_state.py).
+
+    Args:
+        order: The axes, fastest first; etp has the place of tp, edp that of dp.
 
     Returns:
         "tp", "cp", "dp", "etp", "ep", "edp" and "pp" to groups of ranks; "dp x cp" are the ranks that hold the same
@@ -170,12 +176,17 @@ def expert_groups(
         check_whole(name, size, 1)
     stage = tp * cp * dp
     must_divide(f"etp={etp} x ep", etp * ep, f"tp={tp} x cp={cp} x dp", stage)
-    attention = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-    experts = {"etp": etp, "ep": ep, "edp": stage // (etp * ep), "pp": pp}
-    found = {axis: _grid_groups(attention, axis) for axis in attention}
+    axes = order.split("-")
+    of_attention = {"tp": ("tp", tp), "cp": ("cp", cp), "dp": ("dp", dp), "pp": ("pp", pp)}
+    of_experts = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", stage // (etp * ep))}
+    attention, experts = (dict(grid[axis] for axis in axes if axis in grid) for grid in (of_attention, of_experts))
+    stages = _grid_groups(attention, "tp", "cp", "dp")
     return (
-        found
-        | {axis: _grid_groups(experts, axis) for axis in experts}
+        {axis: _grid_groups(attention, axis) for axis in attention}
+        | {
+            axis: [[ranks[place] for place in group] for ranks in stages for group in _grid_groups(experts, axis)]
+            for axis in experts
+        }
         | {"dp x cp": _grid_groups(attention, "dp", "cp")}
     )
 
@@ -251,6 +262,19 @@ def random_loads(tokens: int, num_experts: int, experts_per_token: int, *, seed:
         for expert in draw.sample(range(num_experts), experts_per_token):
             loads[expert] += 1
     return loads
+
+
+def rank_experts(num_experts: int, ep: int, rank: int) -> range:
+    """Return the experts that an ep rank holds: the rank-th part.
+
+    So do Megatron Core 0.19.2 (megatron/core/transformer/moe/moe_layer.py) and torchtitan 0.3.0, whose weights are `Shard(0)`
+    over ep (torchtitan/models/common/moe_sharding.py).
+    """
+    check_whole("ep", ep, 1)
+    check_whole("rank", rank, 0, ep - 1)
+    must_divide("ep", ep, "num_experts", num_experts)
+    held = num_experts // ep
+    return range(rank * held, (rank + 1) * held)
 
 
 def rank_loads(loads: Sequence[int], ep: int) -> list[int]:
