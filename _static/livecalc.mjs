@@ -184,7 +184,7 @@ class Explorer {
           continue;
         }
         if (!this.python.started) this.note.textContent = STARTING;
-        else if (this.button) this.note.textContent = "Searching: seconds, for large clusters and mixtures ten.";
+        else if (this.button) this.note.textContent = "Searching: seconds, more for large clusters and mixtures.";
         this.root.setAttribute("aria-busy", "true");
         const answer = await this.python.ask(this.root.dataset.module, state);
         if (answer.error === undefined) {

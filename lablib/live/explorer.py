@@ -166,15 +166,15 @@ def device_options(*, clustered: bool = False) -> tuple[tuple[str, str], ...]:
     )
 
 
-def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
-    """Return rows of numbers under headings, each row with the colour that it has in the picture."""
+def table(groups: Mapping[str, Mapping[str, tuple[str, str]]], *, prose: bool = False) -> str:
+    """Return rows of numbers, or of words, under headings, each row with the colour that it has in the picture."""
     lines = []
     for heading, rows in groups.items():
         lines.append(f'<tr><th colspan="2" scope="colgroup">{escape(heading)}</th></tr>')
         for name, (role, words) in rows.items():
             chip = f'<span class="livecalc-chip" style="background:{COLORS[role]}"></span>' if role else ""
             lines.append(f'<tr><th scope="row">{chip}{escape(name)}</th><td>{escape(words)}</td></tr>')
-    return f'<table class="livecalc-table"><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table class="livecalc-table{" livecalc-prose" * prose}"><tbody>{"".join(lines)}</tbody></table>'
 
 
 def downloads(files: Mapping[str, str]) -> str:

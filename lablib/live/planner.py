@@ -196,14 +196,13 @@ def _picture(result: Plan, listed: list[Candidate], ties: list[bool], which: int
 def _caption(result: Plan, listed: list[Candidate], ties: list[bool]) -> str:
     first, machine, others = listed[0], result.cluster, sum(ties) - 1
     words = (
-        f"{result.load.model.name} on {machine.gpus:,} {machine.gpu.name}: {first.layout} comes first, with "
+        f"{result.load.model.name} on {machine.gpus:,} {machine.gpu.name}: {first.layout} comes first, "
         f"{seconds_text(first.step)} a step{between_text(_ends(result, first), seconds_text)}. "
     )
     if others:
         words += (
             f"Of the {len(listed)} listed {'another ties' if others == 1 else f'{others} others tie'} with it: no layout is ahead of "
-            f"them by more than {APART:.0%}, half of all errors in comparing layouts; of a tie "
-            "the first is one that measured runs are like, then the simplest. "
+            f"them by more than {APART:.0%}, half of all errors in comparing layouts. "
         )
     return words + (f"Second: {reason_against(first, listed[1])}" if listed[1:] else "It is the only one that fits.")
 
@@ -220,12 +219,16 @@ def _table(
         words += f"{one.total_memory / GB:.1f} GB{'?' * bool(one.peak.unproven)}, ${cost:,.0f} for 1B tokens"
         groups.setdefault("A tie" if tie else "Behind", {})[f"{place}. {one.layout}"] = "", words
     notes = {
+        "a tie": (
+            "",
+            "the first is one that measured runs are like, then the one with the least cp, the fewest axes, most room",
+        ),
         "the interval": ("", result.like(listed[0]).between(listed[0].step)),
         "? after GB": ("", "nobody judged such a peak, and it leaves a share of itself free too"),
         "MFU": ("", "all pairs of attention counted"),
     }
     notes |= {f"not listed, {number}": ("", reason) for number, reason in enumerate(result.left_out, 1)}
-    return table(groups | files | {"How to read it": notes})
+    return table(groups | files | {"How to read it": notes}, prose=True)
 
 
 def _command(model: str, state: dict[str, Value]) -> str:
