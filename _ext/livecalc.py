@@ -145,11 +145,12 @@ def markup(explorer: Explorer, module: str, first: dict[str, Value]) -> str:
         if folded
         else ""
     )
+    ask = f'<button type="submit">{escape(explorer.button)}</button>' if explorer.button else ""
     return f"""
 <div class="livecalc" id="livecalc-{explorer.name}" data-module="{module}" data-name="{explorer.name}"
  data-pyodide="{pyodide}" data-package="{FOLDER}/lablib.zip?v={live_digest()}">
 <form class="livecalc-controls" aria-label="{escape(explorer.title, quote=True)}" autocomplete="off" hidden>
-{shown}<div class="livecalc-buttons"><button type="reset">Reset</button>
+{shown}<div class="livecalc-buttons">{ask}<button type="reset">Reset</button>
 <button type="button" data-copy="address">Copy the link</button></div>
 {more}</form>
 <p class="livecalc-note" role="status"><noscript>With JavaScript this picture follows your choices.
@@ -166,6 +167,7 @@ The call gives the same numbers in Python.</noscript></p>
 <pre><code data-part="command" class="livecalc-code">{answer["command"]}</code></pre>
 <button type="button" data-copy="command" hidden>Copy</button></div>
 <div data-part="table">{answer["table"]}</div>
+<div data-part="files">{answer["files"]}</div>
 <details class="livecalc-call"><summary>Show me the call</summary>
 <pre><code data-part="call" class="livecalc-code">{answer["call"]}</code></pre>
 <button type="button" data-copy="call" hidden>Copy</button></details>
@@ -174,7 +176,7 @@ The call gives the same numbers in Python.</noscript></p>
 
 
 def _control(explorer: Explorer, control: Control, first: Value) -> str:
-    key = f"livecalc-{explorer.name}-{control.name}"
+    key, quick = f"livecalc-{explorer.name}-{control.name}", " data-quick" * control.quick
     label = f'<label for="{key}">{escape(control.label)}</label>'
     if control.free:
         field = (
@@ -187,7 +189,7 @@ def _control(explorer: Explorer, control: Control, first: Value) -> str:
         labels = escape(json.dumps([[str(value), label] for value, label in control.options]), quote=True)
         words = control.options[place][1]
         field = (
-            f'<input type="range" id="{key}" name="{control.name}" min="0" max="{len(values) - 1}" value="{place}" '
+            f'<input type="range" id="{key}" name="{control.name}"{quick} min="0" max="{len(values) - 1}" value="{place}" '
             f'data-options="{labels}" aria-valuetext="{words}"><output for="{key}">{words}</output>'
         )
     else:
@@ -196,7 +198,7 @@ def _control(explorer: Explorer, control: Control, first: Value) -> str:
             f"{escape(label)}</option>"
             for value, label in control.options
         )
-        field = f'<select id="{key}" name="{control.name}">{options}</select>'
+        field = f'<select id="{key}" name="{control.name}"{quick}>{options}</select>'
     return f'<div class="livecalc-control">{label}{field}</div>\n'
 
 

@@ -1,7 +1,7 @@
 // The controls of an explorer. Its numbers and its picture come from lablib.calc, run by Pyodide in a worker.
 // Nothing is fetched until the reader touches a control, or follows a link that asks for a state.
 
-const PARTS = ["clipped", "picture", "caption", "table", "command", "call", "question", "reply"];
+const PARTS = ["clipped", "picture", "caption", "table", "command", "call", "question", "reply", "files"];
 // A longer address than this is cut by some programs that pass it on.
 const LONGEST = 6000;
 const here = (path) => new URL(path, import.meta.url).href;
@@ -53,6 +53,8 @@ class Explorer {
     this.form = root.querySelector("form");
     this.note = root.querySelector(".livecalc-note");
     this.unknown = root.querySelector(".livecalc-unknown");
+    // Of an explorer whose answers take seconds: they wait for this button.
+    this.button = this.form.querySelector("[type=submit]");
     // What a control was asked for beyond what it can take now: it has it again when it can.
     this.wished = {};
     this.parts = Object.fromEntries(PARTS.map((part) => [part, root.querySelector(`[data-part=${part}]`)]));
@@ -62,11 +64,14 @@ class Explorer {
     for (const control of this.controls()) {
       control.addEventListener("input", () => {
         delete this.wished[control.name];
-        this.changed();
+        this.changed(control);
       });
     }
     this.form.addEventListener("reset", (event) => this.reset(event));
-    this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.button) this.changed();
+    });
     this.parts.question.addEventListener("click", () => this.question());
     // Cells of the picture set a control. A pointer that passes over them starts no Python, and leaves nothing behind.
     const { picture } = this.parts;
@@ -146,7 +151,7 @@ class Explorer {
     const turn = (to, kept) => {
       delete this.wished[name];
       this.set(this.form.elements[name], to);
-      this.changed(kept);
+      this.changed(undefined, kept);
     };
     if (passing) this.back ??= () => { this.back = undefined; turn(before, false); };
     turn(value, !passing);
@@ -168,12 +173,21 @@ class Explorer {
     if (far(next) < Infinity) next.focus();
   }
 
-  changed(kept = true) {
+  /** Answer what changed; without a control, all of it. Kept in the address, unless a pointer only passes. */
+  changed(control, kept = true) {
     this.controls().forEach((control) => this.label(control));
     this.unknown.replaceChildren();
     if (kept) this.remember();
     this.touched = performance.now();
+    if (control && this.button && (this.pending || !("quick" in control.dataset))) return this.pend();
     return this.run();
+  }
+
+  /** Say that what is shown is the state before, until the button is pressed. */
+  pend() {
+    this.pending = true;
+    this.root.dataset.stale = "";
+    if (!this.busy) this.note.textContent = `What is grey is the state before: press "${this.button.textContent}".`;
   }
 
   reset(event) {
@@ -196,6 +210,7 @@ class Explorer {
   async run() {
     if (this.busy) return;
     this.busy = true;
+    this.pending = false;
     try {
       for (let asked = null; asked !== JSON.stringify(this.state()); ) {
         const state = this.state();
@@ -207,6 +222,7 @@ class Explorer {
           continue;
         }
         if (!this.python.started) this.note.textContent = STARTING;
+        else if (this.button) this.note.textContent = "Searching: seconds, more for large clusters and mixtures.";
         this.root.setAttribute("aria-busy", "true");
         const answer = await this.python.ask(this.root.dataset.module, state);
         if (answer.error === undefined) {
@@ -215,6 +231,10 @@ class Explorer {
         } else this.refused(answer.error);
         this.root.dataset.milliseconds = (performance.now() - this.touched).toFixed(1);
         if (asked === JSON.stringify(this.state())) this.clip(state, answer.state ?? state);
+        else if (this.button) {
+          this.busy = false;
+          return this.pend();
+        }
       }
     } catch (error) {
       this.failed(error);
@@ -246,7 +266,7 @@ class Explorer {
   /** Ask what takes longer than an answer may. */
   async question() {
     const asked = JSON.stringify(this.state());
-    this.parts.reply.textContent = "Computing: about two seconds.";
+    this.parts.reply.textContent = "Computing: some seconds.";
     try {
       const { reply, error } = await this.python.ask(this.root.dataset.module, this.state(), true);
       // Another answer has come meanwhile, and took this one's place.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html import unescape
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from lablib import live
 from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.hardware import accelerator
+from lablib.calc.layouts.export import EXPORTERS
 from lablib.calc.layouts.planner import peak_and_step, plan
 from lablib.calc.memory import verdict
 from lablib.calc.memory.timeline import memory_timeline
@@ -29,6 +31,7 @@ from lablib.cli.main import app as rung
 from lablib.live import cluster as explore_cluster
 from lablib.live import mesh as explore_mesh
 from lablib.live import pipeline as explore_pipeline
+from lablib.live import planner as explore_planner
 from lablib.live import svg
 from lablib.live import training as explore_training
 from lablib.live import zero as explore_zero
@@ -40,7 +43,7 @@ from tests.scripts import ROOT, load
 from tests.test_models import LLAMA_3_8B
 
 TRAINING, ZERO, CLUSTER = explore_training.EXPLORER, explore_zero.EXPLORER, explore_cluster.EXPLORER
-PIPELINE, MESH = explore_pipeline.EXPLORER, explore_mesh.EXPLORER
+PIPELINE, MESH, PLANNER = explore_pipeline.EXPLORER, explore_mesh.EXPLORER, explore_planner.EXPLORER
 #: Every module of lablib.live that has one.
 EXPLORERS = {
     name: module.EXPLORER
@@ -56,11 +59,20 @@ def test_every_explorer_is_on_a_page_and_at_the_door():
     assert {f"lablib.live.{name}" for name in re.findall(r"(?m)^    (\w+)", live.__doc__)} >= set(EXPLORERS)
 
 
+def some(explorer, states, count):
+    """Return all states, or some of them, drawn with a printed seed, of an explorer whose answers take seconds."""
+    if not explorer.button:
+        return states
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed).sample(states, count)
+
+
 def around(explorer):
-    """Return the first state, and every state that differs from it in one control."""
+    """Return the first state, and every state that differs from it in one control, or some of these."""
     first = explorer.state()
     moved = [first | {c.name: value} for c in explorer.controls for value, _ in c.options if value != c.first]
-    return [first, *moved]
+    return [first, *some(explorer, moved, 4)]
 
 
 def at_random(explorer, count):
@@ -68,7 +80,8 @@ def at_random(explorer, count):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    return [{c.name: draw.choice(c.options)[0] for c in explorer.controls} for _ in range(count)]
+    drawn = [{c.name: draw.choice(c.options)[0] for c in explorer.controls} for _ in range(count)]
+    return some(explorer, drawn, min(count, 3))
 
 
 def memory_of(state, **other):
@@ -89,7 +102,7 @@ def edges(explorer):
     for n, (model, _) in enumerate(models.options):
         # Each of these moves meets a fifth of the models.
         states += [first | {models.name: model} | moved for moved in (*ends, *apart[n % 5 :: 5])]
-    return states
+    return some(explorer, states, 6)
 
 
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
@@ -249,6 +262,15 @@ def _same_mesh(names, answer, state, printed):
     assert str(mine.groups) in printed
 
 
+def _same_planner(names, answer, state, printed):
+    numbers, listed = answer["numbers"], names["result"].candidates and names["result"].listed(5)
+    assert [one.total_memory for one in listed or []] == [numbers[f"bytes_{n + 1}"] for n in range(numbers["listed"])]
+    assert [round(1e6 * one.step) for one in listed or []] == [
+        numbers[f"step_us_{n + 1}"] for n in range(numbers["listed"])
+    ]
+    assert not numbers.get("files") or names["file"].text in text_of(answer)
+
+
 #: By explorer: that what its call computes and prints is what its page shows. A new one is missed here.
 SAME_NUMBERS = {
     "training": _same_training,
@@ -257,6 +279,7 @@ SAME_NUMBERS = {
     "cluster": _same_cluster,
     "pipeline": _same_pipeline,
     "mesh": _same_mesh,
+    "planner": _same_planner,
 }
 
 
@@ -284,6 +307,51 @@ def test_the_cluster_explorer_its_command_and_its_changes_are_one_truth():
             assert f"{change['memory'] / 1e9:.1f} GB" in rows
             assert change["memory"] <= found["budget"]
     assert min(seen.values()) >= 3, seen
+
+
+def text_of(answer):
+    """Return the texts of the files of an answer as they stand in its folds, and hold what their links save to them."""
+    files = re.findall(
+        r'(?s)<code>(.*?)</code></pre></details><a download="[\w.]+" href="data:[^,]*,([^"]*)"', answer["files"]
+    )
+    assert [unescape(folded) for folded, _ in files] == [unquote(saved) for _, saved in files]
+    return [unquote(saved) for _, saved in files]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ties"),
+    [
+        ({"model": "llama-3-8b", "gpus": 8, "global_batch": 64, "which": 2}, 5),
+        ({"model": "llama-3.2-1b", "gpus": 8, "axes": "no-pp", "recompute": "full"}, 4),
+        ({"model": "gpt2", "gpus": 8, "recompute": "full", "optimizer": "adamw-8bit"}, 1),
+    ],
+)
+def test_the_planner_explorer_lists_what_rung_plan_lists_and_saves_what_it_exports(asked, ties):
+    """The order, the ties, time and memory are the command's; the picture has the tie apart from what is behind it."""
+    answer = PLANNER.answer(asked)
+    numbers, words = answer["numbers"], unescape(answer["command"]).split()
+    found = json.loads(CliRunner().invoke(rung, [*words[1:], "--json"]).stdout)
+    rows = found["layouts"]
+    assert [row["memory_bytes"] for row in rows] == [numbers[f"bytes_{n}"] for n in range(1, numbers["listed"] + 1)]
+    assert [round(1e6 * row["step_seconds"]) for row in rows] == [
+        numbers[f"step_us_{n}"] for n in range(1, len(rows) + 1)
+    ]
+    degrees = [f"{n}. tp={row['tp']} cp={row['cp']} pp={row['pp']} dp={row['dp']} " for n, row in enumerate(rows, 1)]
+    shown = [shape.text or "" for shape in ElementTree.fromstring(answer["picture"])]
+    places = [next(n for n, words in enumerate(shown) if words.startswith(name)) for name in degrees]
+    behind = next((n for n, words in enumerate(shown) if words == "Behind them"), len(shown))
+    assert [place < behind for place in places] == [row["ties"] for row in rows]
+    assert numbers["ties"] == sum(row["ties"] for row in rows) == ties
+    said = PLANNER.reply(**PLANNER.state(asked))
+    assert [unescape(line) for line in re.findall("<li>(.*?)</li>", said)] == found["why"]
+    # A file is what the command exports with the degrees of the layout, and a framework without one has a reason.
+    chosen = rows[asked.get("which", 1) - 1]
+    texts, words = text_of(answer), words[: words.index("--tokens")]
+    for name in EXPORTERS:
+        degrees = [word for each in ("tp", "cp", "pp") for word in (f"--{each}", str(chosen[each]))]
+        ran = CliRunner().invoke(rung, [*words[1:], *degrees, "--export", name])
+        assert (ran.stdout in texts) == (ran.exit_code == 0)
+    assert len(texts) == numbers["files"] == len(EXPORTERS) - answer["table"].count("<td>none: ")
 
 
 def test_the_cluster_explorer_draws_the_peak():

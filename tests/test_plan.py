@@ -506,7 +506,9 @@ def test_405b_on_16384_gpus() -> None:
     assert lines[1].startswith("Its time: matrix products")
     assert lines[2].startswith("Its memory at the peak (backward of ")
     assert lines[3].startswith("Runner-up")
-    assert any(line.startswith(f"Without tp={result.best.layout.tp}: tp=") for line in lines)
+    assert any(line.startswith(f"Without tp={result.best.layout.tp}") and ": tp=" in line for line in lines)
+    said = [line.partition(": ")[2] for line in lines if line.startswith("Without ")]
+    assert len(said) == len(set(said)), "what several fields lead to is said once"
     assert "valid layouts cannot fit; by their largest term" in lines[-1] or "Nearest shape" in lines[-1]
 
 

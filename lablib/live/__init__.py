@@ -5,6 +5,7 @@ calls the same function for every other. Standard library and calc only, because
 
     explorer   controls and states, and how one is found
     cluster    a run on many GPUs: its cost      the home page
+    planner    layouts, ranked                   choosing a layout
     training   the memory of a training run      chapter 01
     pipeline   a schedule over time              chapter 04
     zero       a step of DDP, ZeRO and FSDP      chapter 05

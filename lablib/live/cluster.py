@@ -31,17 +31,7 @@ from lablib.calc.models import ModelConfig, from_hf, preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import OPTIMIZERS, RECIPES
 from lablib.calc.units import GB, format_count
-from lablib.live.explorer import (
-    Answer,
-    Control,
-    Explorer,
-    Value,
-    device_options,
-    model_options,
-    node_size,
-    number_options,
-    table,
-)
+from lablib.live.explorer import Answer, Control, Explorer, Value, device_options, model_options, number_options, table
 from lablib.live.svg import Bar, areas, bars, legend, picture
 
 MODELS = (
@@ -95,12 +85,17 @@ def job(
     settings |= {"recipe_": others["recipe"], "optimizer": others["optimizer"], "tp": tp, "pp": pp, "cp": cp}
     if found.is_moe:
         settings |= {"ep": ep, "etp": expert_split(tp, ep)}
-    if (node := node_size(device, gpus)) != accelerator(device).gpus_per_node:
-        settings["gpus_per_node"] = node
+    settings |= node_settings(device, gpus)
     if others["zero"] == 3:
         settings["shard"] = None  # one copy over all ranks: a plan would also try one for each node
     chosen = {"zero": others["zero"], "micro_batch": micro_batch, "recompute": others["recompute"]}
     return found, settings | chosen | {"schedule": "1f1b", "virtual_stages": 1}
+
+
+def node_settings(device: str, gpus: int) -> dict[str, int]:
+    """Return how many GPUs a node has, where whole nodes do not make this number: of 72 in a rack, 64 share a power of two."""
+    node = accelerator(device).gpus_per_node
+    return {"gpus_per_node": 2 ** (node.bit_length() - 1)} if gpus > node and gpus % node else {}
 
 
 def explore(**state: Value) -> Answer:
@@ -193,7 +188,7 @@ def reply(**state: Value) -> str:
         **{name: settings[name] for name in ("ep", "etp") if name in settings},
     )
     rows = {
-        str(change): ("", f"{change.memory / GB:.1f} GB, {_seconds(change.seconds)} a step ({change.kind})")
+        str(change): ("", f"{change.memory / GB:.1f} GB, {seconds_text(change.seconds)} a step ({change.kind})")
         for change in cheapest_change(spec)
     }
     return table({"It fits with": rows or {"none of the changes that rung fit knows": ("", "more or larger GPUs")}})
@@ -275,12 +270,13 @@ def _caption(
     return (
         f"{result.load.model.name} on {machine.gpus:,} {machine.gpu.name} as {_degrees(layout)}: {found.word}, {room}. "
         f"A GPU is fullest, {found.peak / GB:,.1f} GB, at {one.peak.at}. A step {'takes' if found.room >= 0 else 'would take'} "
-        f"{_seconds(one.step)}{_between(ends, _seconds)}, "
-        f"and 1B tokens ${costs[1]:,.0f}{_between((costs[0], costs[2]), '${:,.0f}'.format)} at ${hour:,.2f} an hour."
+        f"{seconds_text(one.step)}{between_text(ends, seconds_text)}, "
+        f"and 1B tokens ${costs[1]:,.0f}{between_text((costs[0], costs[2]), '${:,.0f}'.format)} at ${hour:,.2f} an hour."
     )
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Return seconds with three digits."""
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
@@ -289,7 +285,7 @@ def _degrees(layout: Layout) -> str:
     return " ".join(f"{name}={value}" for name, value in degrees.items())
 
 
-def _between(ends: tuple[float, float], words: object) -> str:
+def between_text(ends: tuple[float, float], words: object) -> str:
     """Return an interval in brackets; nothing where no run on such a GPU was measured."""
     low, high = ends
     return f" ({words(low)} to {words(high)})" if low < high else ""
@@ -306,12 +302,12 @@ def _table(
     terms["in all"] = ("", f"{one.total_memory / GB:,.2f} GB")
     terms["kept free"] = ("", f"{found.reserve / GB:,.2f} GB")
     seconds = {
-        PART_NAMES[name]: ("", _seconds(value)) for name, value in one.seconds.items() if value > 0.002 * one.step
+        PART_NAMES[name]: ("", seconds_text(value)) for name, value in one.seconds.items() if value > 0.002 * one.step
     }
-    seconds["in all, predicted"] = ("", _seconds(one.step))
+    seconds["in all, predicted"] = ("", seconds_text(one.step))
     known = "nine in ten runs on such GPUs are between"
     if ends[0] < ends[1]:
-        seconds[known] = ("", f"{_seconds(ends[0])} and {_seconds(ends[1])}")
+        seconds[known] = ("", f"{seconds_text(ends[0])} and {seconds_text(ends[1])}")
     else:
         seconds["interval"] = ("", "none: no run on such GPUs was measured")
     tokens = load.global_batch * load.seq

@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
+from urllib.parse import quote
 
 from lablib.calc.errors import one_of
-from lablib.calc.hardware import ACCELERATORS, accelerator
+from lablib.calc.hardware import ACCELERATORS
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.units import format_count
@@ -22,7 +23,7 @@ from lablib.live.svg import COLORS
 
 Value = str | int
 #: Of a page; the first says what a control could not take, and "reply" is empty until it is asked for.
-PARTS = ("clipped", "picture", "caption", "table", "command", "call", "question", "reply")
+PARTS = ("clipped", "picture", "caption", "table", "command", "call", "question", "reply", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Control:
         slider: Whether it is a slider over the options, which then grow; else a list to choose from.
         free: Whether it takes any text; its one option is the first value.
         fold: Whether it stands in a fold, with what few readers change.
+        quick: Whether its touch is answered at once, of an explorer that waits for a button with the others.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Control:
     slider: bool = False
     free: bool = False
     fold: bool = False
+    quick: bool = False
 
     def read(self, given: object) -> Value:
         """Return the option that was meant; text is accepted for a number, since addresses and pages hold text."""
@@ -65,6 +68,7 @@ class Answer:
         numbers: The numbers as they were computed, by name, before they were rounded for the reader.
         command: A line for a shell that prints the same; empty where there is none.
         question: What a reader may ask on top, in words for a button, if the explorer has a `reply`; empty if nothing.
+        files: What a reader may save, by name.
     """
 
     picture: str
@@ -74,6 +78,7 @@ class Answer:
     numbers: Mapping[str, int]
     command: str = ""
     question: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,7 @@ class Explorer:
         compute: Takes a value for each control by name, returns an `Answer`; raises ValueError for what cannot be.
         limits: Takes the same, returns for controls whose largest value depends on the others that value, and why.
         reply: Takes the same, returns HTML: what takes too long to follow every touch.
+        button: Words of a button that the answer itself waits for, where it takes seconds; empty if it follows every touch.
     """
 
     name: str
@@ -94,6 +100,7 @@ class Explorer:
     compute: Callable[..., Answer]
     limits: Callable[..., Mapping[str, tuple[int, str]]] = lambda **state: {}
     reply: Callable[..., str] = lambda **state: ""
+    button: str = ""
 
     def state(self, given: Mapping[str, object] | None = None) -> dict[str, Value]:
         """Return a full state: the given values, and the first ones for all else."""
@@ -130,6 +137,7 @@ class Explorer:
             "call": escape(found.call),
             "question": escape(found.question),
             "reply": "",
+            "files": downloads(found.files),
             "numbers": dict(found.numbers),
             "state": state,
         }
@@ -158,21 +166,24 @@ def device_options(*, clustered: bool = False) -> tuple[tuple[str, str], ...]:
     )
 
 
-def node_size(device: str, gpus: int) -> int:
-    """Return the GPUs of a node that a job uses, if it has whole ones: of 72 in a rack, 64 share a power of two."""
-    node = accelerator(device).gpus_per_node
-    return 2 ** (node.bit_length() - 1) if gpus > node and gpus % node else node
-
-
-def table(groups: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
-    """Return rows of numbers under headings, each row with the colour that it has in the picture."""
+def table(groups: Mapping[str, Mapping[str, tuple[str, str]]], *, prose: bool = False) -> str:
+    """Return rows of numbers, or of words, under headings, each row with the colour that it has in the picture."""
     lines = []
     for heading, rows in groups.items():
         lines.append(f'<tr><th colspan="2" scope="colgroup">{escape(heading)}</th></tr>')
         for name, (role, words) in rows.items():
             chip = f'<span class="livecalc-chip" style="background:{COLORS[role]}"></span>' if role else ""
             lines.append(f'<tr><th scope="row">{chip}{escape(name)}</th><td>{escape(words)}</td></tr>')
-    return f'<table class="livecalc-table"><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table class="livecalc-table{" livecalc-prose" * prose}"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def downloads(files: Mapping[str, str]) -> str:
+    """Return files as text in folds, each with a link that saves it: the link holds the text, and needs no script."""
+    return "".join(
+        f"<details><summary>{escape(name)}</summary><pre><code>{escape(text)}</code></pre></details>"
+        f'<a download="{escape(name)}" href="data:text/plain;charset=utf-8,{quote(text)}">Save {escape(name)}</a>'
+        for name, text in files.items()
+    )
 
 
 def grid(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:

@@ -16,6 +16,7 @@ from lablib.calc.models import preset
 from lablib.calc.parallel import DataParallelStep, data_parallel_step, max_params, state_terms, timed_units
 from lablib.calc.params import count_params
 from lablib.calc.units import GB, format_count
+from lablib.live.cluster import node_settings
 from lablib.live.explorer import (
     Answer,
     Control,
@@ -24,7 +25,6 @@ from lablib.live.explorer import (
     device_options,
     grid,
     model_options,
-    node_size,
     number_options,
     table,
 )
@@ -112,7 +112,7 @@ def run(model: str, ranks: int, stage: int, overlap: int, tokens: int, micro_bat
     """Return the step of a stage; FSDP2 is stage 3 that keeps its root gathered until backward is through."""
     config, gpu = preset(model), accelerator(device)
     zero, params = min(stage, 3), count_params(config).total
-    link = cluster(device, gpus=ranks, gpus_per_node=node_size(device, ranks)).bandwidth(ranks)
+    link = cluster(device, gpus=ranks, **node_settings(device, ranks)).bandwidth(ranks)
     timed = timed_units(
         config, units=units, tokens=tokens, ranks=ranks, flops=reached / 100 * gpu.peak("bf16"), bandwidth=link,
         latency=latency / 1e6,

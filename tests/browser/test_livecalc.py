@@ -25,6 +25,7 @@ PAGES = {
     "book/04_pipeline_parallelism": "pipeline",
     "book/05_zero": "zero",
     "book/07_3d_parallelism": "mesh",
+    "book/choosing_parallelism": "planner",
     "index": "cluster",
 }
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
@@ -101,8 +102,17 @@ class Live(Visit):
         """Press a key on a control and wait for the answer; say how long the reader waited, in milliseconds."""
         before = self.answers()
         self.field(name).press(key)
+        self.rank(name)
         self.wait(before)
         return float(self.root.get_attribute("data-milliseconds") or 0)
+
+    def rank(self, *names):
+        """Press the button that an answer waits for, if it waits for one and a control is not quick."""
+        slow = [control for control in self.explorer.controls if control.name in names and not control.quick]
+        if self.explorer.button and slow:
+            assert f'press "{self.explorer.button}"' in self.root.locator(".livecalc-note").inner_text()
+            assert "stale" in self.root.evaluate("root => Object.keys(root.dataset)")
+            self.root.get_by_role("button", name=self.explorer.button).press("Enter")
 
     def reset(self):
         """Press the button that goes back to the first state."""
@@ -184,6 +194,8 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
             a_wrong_step_is_marked(live)
         if page == "book/07_3d_parallelism":
             a_cell_of_the_picture_sets_its_control(live)
+        if page == "book/choosing_parallelism":
+            a_file_is_saved_as_python_writes_it(live)
         query = the_address_holds_the_state(live)
         state = live.state()
         assert live.abroad == []
@@ -216,7 +228,8 @@ def every_control_moved_by_keyboard_shows_pythons_numbers(live):
         # A step down, and up again beyond the first: tests/test_explorers.py computes every state.
         # A list goes down with Arrow Up.
         fewer, more = ("ArrowLeft", "ArrowRight") if control.slider else ("ArrowUp", "ArrowDown")
-        down, up = min(first, 1), min(len(values) - 1 - first, 1)
+        # Where answers take seconds it is one step.
+        down, up = min(first, 1), min(len(values) - 1 - first, 0 if live.explorer.button and first else 1)
         places = [first - step for step in range(1, down + 1)] + [
             first - down + step for step in range(1, down + up + 1)
         ]
@@ -268,6 +281,7 @@ def what_has_no_answer_leaves_the_last_one_in_grey(live):
     select.evaluate("field => field.append(new Option('abacus', 'abacus'))")
     before = live.answers()
     select.select_option("abacus")
+    live.rank(live.choice)
     live.wait(before)
     assert f"unknown {live.choice} 'abacus'" in live.root.locator(".livecalc-note").inner_text()
     live.shows(live.explorer.answer(live.first), live.first)
@@ -358,6 +372,20 @@ def a_cell_of_the_picture_sets_its_control(live):
     live.root.locator("figcaption").hover()
     live.page.wait_for_timeout(100)
     assert live.state() == live.first | {"rank": 1}
+    live.reset()
+
+
+def a_file_is_saved_as_python_writes_it(live):
+    live.press("which", "ArrowRight")
+    links = live.root.locator("[data-part=files] a")
+    meant = live.explorer.compute(**live.state()).files
+    assert links.count() == len(meant) > 0
+    for link in links.all():
+        with live.page.expect_download() as saving:
+            link.press("Enter")
+        name = saving.value.suggested_filename
+        assert link.inner_text() == f"Save {name}"
+        assert saving.value.path().read_text(encoding="utf-8") == meant.pop(name)
     live.reset()
 
 

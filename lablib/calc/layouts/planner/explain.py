@@ -5,6 +5,7 @@ Only what concerns the run is said. Read `plan_reasons` first.
 
 from __future__ import annotations
 
+from lablib.calc.errors import either
 from lablib.calc.flops import ALL_PAIRS
 from lablib.calc.layouts.planner.calibration import APART
 from lablib.calc.layouts.planner.layout import Layout
@@ -49,10 +50,11 @@ def plan_reasons(result: Plan) -> list[str]:
     for other in result.listed(2)[1:]:
         lines.append("Runner-up " + reason_against(best, other))
     degrees = ("tp", "pp", "cp", "ep") if result.load.model.is_moe else ("tp", "pp", "cp")
+    without: dict[str, list[str]] = {}
     for field in (*degrees, "zero", "recompute", "micro_batch", "virtual_stages", "shard"):
-        line = _other(result, field)
-        if line:
-            lines.append(line)
+        if other := _other(result, field):
+            without.setdefault(reason_against(best, other), []).append(f"{field}={getattr(best.layout, field)}")
+    lines += [f"Without {either(fields)}: {reason}" for reason, fields in without.items()]
     return lines + _dropped(result)
 
 
@@ -86,14 +88,12 @@ def reason_against(best: Candidate, other: Candidate) -> str:
     return text + f"; memory {room:+.1f} GB."
 
 
-def _other(result: Plan, field: str) -> str | None:
+def _other(result: Plan, field: str) -> Candidate | None:
     """The fastest layout in which one field differs from the first choice's."""
-    best = result.best
-    mine = getattr(best.layout, field)
+    mine = getattr(result.best.layout, field)
     if mine is None:
         return None
-    other = next(result.candidates.walk(lambda layout: getattr(layout, field) != mine), None)
-    return other and f"Without {field}={mine}: {reason_against(best, other)}"
+    return next(result.candidates.walk(lambda layout: getattr(layout, field) != mine), None)
 
 
 def _dropped(result: Plan) -> list[str]:

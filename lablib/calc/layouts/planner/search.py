@@ -648,12 +648,18 @@ class Search:
         return any(self.partitions(shape) or self._found.valid for shape in range(len(self.shapes)))
 
     def least_step(self, shape: int, rates: Rates) -> float:
-        """Return seconds that no layout of a shape is below; of its micro-batches the largest needs least."""
+        """Return seconds that no layout of a shape is below: a sequence takes least in the largest micro-batch.
+
+        And the bubble is least with the smallest, and with as many chunks in a stage as there can be.
+        """
         layout = self.shapes[shape]
-        largest = max(self._micro_batches(layout), default=None)
-        if largest is None:
+        sizes = list(self._micro_batches(layout))
+        if not sizes:
             return 0.0
-        return self.load.least_step(replace(layout, micro_batch=largest, recompute=self.modes[0]), rates)
+        m = self.load.global_batch // layout.dp // sizes[0]
+        chunks = _most_chunks(self.load, layout.pp, m) * sizes[-1] // sizes[0]
+        least = replace(layout, micro_batch=sizes[-1], recompute=self.modes[0], virtual_stages=chunks)
+        return self.load.least_step(least, rates)
 
     def reasons(self) -> list[str]:
         """Return why layouts are not counted; it depends on which degrees are above one, and not on micro-batches."""
@@ -764,14 +770,17 @@ def _inside(load: Workload, shape: Layout) -> int:
 
 
 def _schedules(load: Workload, pp: int, m: int, fixed: dict[str, object]) -> Iterator[tuple[str, int]]:
-    layers = load.model.num_layers
-    most = (layers + 2) // pp if pp > 1 and m % pp == 0 else 1
+    layers, most = load.model.num_layers, _most_chunks(load, pp, m)
     for chunks in _options(fixed, "virtual_stages", range(1, most + 1)):
         if chunks > most or chunk_layers(layers, pp, chunks) is None:
             continue
         for name in _options(fixed, "schedule", ("interleaved" if chunks > 1 else "1f1b",)):
             if (name == "interleaved") == (chunks > 1):
                 yield name, chunks
+
+
+def _most_chunks(load: Workload, pp: int, m: int) -> int:
+    return (load.model.num_layers + 2) // pp if pp > 1 and m % pp == 0 else 1
 
 
 def _options(fixed: dict[str, object], name: str, found: Iterable) -> Iterable:

@@ -640,17 +640,20 @@ class Workload:
             host_waits=not self.framework.graphs,
         )
 
-    @cached_by("tp", "cp", "ep", "etp", "dp", "pp", "micro_batch", "recompute")
     def least_step(self, layout: Layout, rates: Rates) -> float:
         """Return seconds that no step of a layout is below, however its layers are staged and its states sharded.
 
-        It is the mean stage's computing, and of what it sends the share that nothing hides; the slowest takes no less.
+        The slowest stage computes the mean of all stages or more, and the bubble is a pass of the others.
         """
-        dense, sparse = self.layers
+        passes = layout.num_microbatches(self.global_batch) + (layout.pp - 1) / layout.virtual_stages
+        return passes * self._least_pass(layout, rates) / layout.pp + log2(self.cluster.nodes) * rates.step
+
+    @cached_by("tp", "cp", "ep", "expert_split", "micro_batch", "recompute")
+    def _least_pass(self, layout: Layout, rates: Rates) -> float:
+        """Seconds of a micro-batch in all layers and the head, and of what it sends the share that nothing hides."""
         how, part = self.framework, 1 - rates.overlap
-        first, last, _ = self.passes(layout)
         total = 0.0
-        for layers, layer in ((dense, first), (sparse, last)):
+        for layers, layer in zip((*self.layers, 1), self.passes(layout), strict=True):
             for work in (layer.forward, layer.backward) if layers else ():
                 seconds = pass_seconds(work, rates, host_waits=False)
                 hidden = (
@@ -659,7 +662,7 @@ class Workload:
                     how.ep_hides * seconds["ep"],
                 )
                 total += layers * (sum(seconds.values()) - part * sum(hidden))
-        return layout.num_microbatches(self.global_batch) * total / layout.pp
+        return total
 
     @property
     def layers(self) -> tuple[int, int]:
