@@ -1,7 +1,7 @@
 """The search: an index of the book's sections, made by Pagefind when all pages are written, and the glossary's terms.
 
-A section is a record of its own, so that a result is a section, with its anchor. Without Pagefind (tools/pagefind.sh) pages
-keep the search of Sphinx, which finds pages.
+A section is a record of its own, so that a result is a section, with its anchor. Without Pagefind (tools/pagefind.sh)
+there is the search of Sphinx, which finds pages.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _KINDS = {
 
 
 class Section(NamedTuple):
-    """A section of a page without the sections in it, or an entry of the glossary; above it stand its section's title."""
+    """A section without the sections in it, or an entry of the glossary; the page's name, and the section around it."""
 
     anchor: str
     title: str
+    page: str
     above: str
     texts: list[str]
 
@@ -54,18 +55,19 @@ def _collect(app: Sphinx, doctree: nodes.document, page: str) -> None:
     _PAGES[page] = []
     for node in doctree.findall(nodes.section):
         if node.parent is doctree:
-            _PAGES[page].append(Section("", name, "", list(_texts(node))))
+            _PAGES[page].append(Section("", name, "", "", list(_texts(node))))
         elif "summary" not in node["classes"]:
-            inner = node.parent.parent is not doctree
-            above = f"{name} › {_words(node.parent[0])}" if inner else name
-            _PAGES[page].append(Section(node["ids"][0], _words(node[0]), above, list(_texts(node))))
+            above = "" if node.parent.parent is doctree else _words(node.parent[0])
+            _PAGES[page].append(Section(node["ids"][0], _words(node[0]), name, above, list(_texts(node))))
     for entry in (item for terms in doctree.findall(glossary) for item in terms.findall(nodes.definition_list_item)):
         term = next(entry.findall(nodes.term))
-        _PAGES[page].append(Section(term["ids"][0], _words(term), name, list(_texts(entry[-1]))))
+        _PAGES[page].append(Section(term["ids"][0], _words(term), name, "", list(_texts(entry[-1]))))
 
 
-def _words(node: nodes.Node) -> str:
-    return " ".join(node.astext().split())
+def _words(node: nodes.Element) -> str:
+    """Return a text as a list of results can show it: without comments, and with three dots for a formula in TeX."""
+    said = [text for text in node.findall(nodes.Text) if not isinstance(text.parent, nodes.raw | nodes.comment)]
+    return " ".join("".join("..." if isinstance(t.parent, nodes.math) and "\\" in t else t for t in said).split())
 
 
 def _texts(node: nodes.Element) -> Iterator[str]:
@@ -87,8 +89,9 @@ def _record(page: str, section: Section) -> str:
     texts = "".join(f"<p>{escape(text)}</p>" for text in section.texts)
     return (
         f'<html lang="en"><body data-pagefind-body data-pagefind-weight="{weight}">'
-        f'<p data-pagefind-meta="{heading}" data-pagefind-weight="{7 * weight}">{escape(section.title)}</p>'
-        f'<p data-pagefind-meta="chapter" data-pagefind-weight="{weight}">{escape(section.above)}</p>{texts}</body></html>'
+        f'<p data-pagefind-ignore data-pagefind-meta="{heading}">{escape(section.title)}</p>'
+        f'<p data-pagefind-ignore data-pagefind-meta="page">{escape(section.page)}</p>'
+        f'<p data-pagefind-ignore data-pagefind-meta="above">{escape(section.above)}</p>{texts}</body></html>'
     )
 
 

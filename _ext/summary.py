@@ -53,7 +53,7 @@ def _taken(box: nodes.admonition) -> nodes.list_item:
     for node in (node for part in said for node in part.findall(nodes.Element)):
         node["ids"], node["names"] = [], []  # they are the box's own
     section = box.parent
-    while not isinstance(section, nodes.section):
+    while section.parent.parent is not box.document:
         section = section.parent
     return nodes.list_item("", *said, nodes.paragraph("", "", _link(section), classes=["taken-from"]))
 

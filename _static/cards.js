@@ -1,9 +1,10 @@
-// What a link leads to, in a card beside it: a term, a source, an equation or a figure. Pointer and keyboard focus open it,
-// Escape closes it, and it stays while the pointer is on it. It is taken from the page that the link leads to, so where
-// that cannot be fetched there is none. A finger follows the link.
+// What a link leads to, in a card beside it: a term, a source, an equation or a figure. Pointer and keyboard focus
+// open it, Escape closes it, and it stays while the pointer is on it. It is taken from the page that the link leads
+// to, so where that cannot be fetched there is none. A finger follows the link.
 
 (() => {
-  const LINKS = ["#term-", "references.html#", "#equation-", "#figure-"].map((to) => `article a[href*="${to}"]`).join(", ");
+  const LINKS = ["#term-", "references.html#", "#equation-", "#figure-"]
+    .map((to) => `article a[href*="${to}"]`).join(", ");
   const OPEN_MS = 250, CLOSE_MS = 300; // on the way across a page, and on the way into the card
   const pages = new Map(), card = document.createElement("div");
   card.id = "card";

@@ -1,14 +1,17 @@
-// The search: sections of the book as you type, and before them a term of the glossary that is asked for. Pagefind and
-// its index (_ext/finding.py) are fetched when the search is opened. Where that fails, the form leads to Sphinx's search.
+// The search: sections of the book as you type, and before them a term of the glossary that is asked for. Pagefind
+// and its index (_ext/finding.py) are fetched when it is opened. Where that fails, the form leads to Sphinx's search.
 
 const ROOT = new URL("../", import.meta.url), FOUND = new URL("_static/found/", ROOT);
 const SHOWN = 10;
 const PAUSE_MS = 100; // between letters
 // Words of a question that say nothing of what it is about.
-const STOP = new Set(("a about an and are as at be between by can do does each every explain for from how i in into is it its mean of on " +
-  "or over per than that the their there this to under vs was what when where which who why will with without you").split(" "));
+const STOP = new Set((
+  "a about an and are as at be between by can do does each every explain for from how i in into is it its " +
+  "many mean much of on or over per than that the their there this to under vs was what when where which " +
+  "who why will with without you"
+).split(" "));
 // The fields in which headings stand, by the kind of the page (_ext/finding.py): chapters before labs and lists.
-const RANKING = { metaWeights: { title: 5, term: 4, reference: 3, lab: 2, list: 1, chapter: 1.5 } };
+const RANKING = { metaWeights: { title: 8, term: 7, reference: 6, lab: 5, list: 1, page: 1.5, above: 0 } };
 
 /** The words of a text that say what it is about; all of them if none does. */
 function words(text) {
@@ -50,11 +53,15 @@ async function sections(pagefind, asked) {
   const first = [...found.values()].map(({ result, sum, words: n }) => ({ result, score: sum * n / asked.length }))
     .sort((a, b) => b.score - a.score).slice(0, 2 * SHOWN);
   const read = await Promise.all(first.map(async ({ result, score }) => {
-    const { meta, excerpt, raw_url: record } = await result.data();
+    const { meta, content, excerpt, raw_url: record } = await result.data();
     const title = meta.title ?? meta.term ?? meta.reference ?? meta.lab ?? meta.list;
-    return { href: address(record), title, page: meta.chapter, excerpt, score: score * (1 + about(title, asked) / 5) };
+    const page = [meta.page, meta.above].filter(Boolean).join(" \u203a ");
+    const text = `${title} ${page} ${content}`.toLowerCase();
+    // For a word that is nowhere Pagefind takes the longest beginning of it, be it one letter.
+    const there = asked.some((word) => text.includes(word.slice(0, 4)));
+    return there && { href: address(record), title, page, excerpt, score: score * (1 + about(title, asked) / 5) };
   }));
-  return { count: found.size, best: read.sort((a, b) => b.score - a.score).slice(0, SHOWN) };
+  return { count: found.size, best: read.filter(Boolean).sort((a, b) => b.score - a.score).slice(0, SHOWN) };
 }
 
 /** The address of a section, whose record is /PAGE/ANCHOR.html, or /PAGE/ for the beginning of a page. */
@@ -80,7 +87,8 @@ function line(tag, className, text) {
 }
 
 function listed({ href, title, page, text, excerpt }) {
-  const item = document.createElement("li"), link = document.createElement("a"), said = line("span", "found-text", text);
+  const item = document.createElement("li"), link = document.createElement("a");
+  const said = line("span", "found-text", text);
   link.href = href;
   if (excerpt) said.innerHTML = excerpt; // the index's own text, escaped by Pagefind, with <mark>
   link.append(line("span", "found-title", title), line("span", "found-page", page), said);
@@ -112,7 +120,9 @@ function start(dialog, form) {
     box.dataset.query = query;
   }
 
-  const ask = () => latest = show(input.value.trim()).catch(() => { status.textContent = "Enter searches the pages."; });
+  const ask = () => latest = show(input.value.trim()).catch(() => {
+    status.textContent = "Enter searches the pages.";
+  });
   input.addEventListener("focus", () => open().catch(() => {}));
   input.addEventListener("input", () => {
     clearTimeout(timer);

@@ -127,7 +127,6 @@ def test_every_page_says_what_it_is_about():
     assert len(set(said.values())) == len(PAGES)
     for page, text in said.items():
         assert 60 <= len(text) <= 300, page
-        assert text.endswith((".", "?", " ...")) or page in LABS, page
         assert "question of this page" not in text, page
 
 
@@ -142,7 +141,7 @@ def test_a_chapter_ends_with_its_takeaways_and_the_way_on(page):
         *said, link = item.find_all("p", recursive=False)
         texts = [text.get_text() for text in box.find_all("p", recursive=False)[1:]]
         assert [text.get_text() for text in said] == texts
-        assert link.a["href"] == f"#{box.find_parent('section')['id']}"
+        assert link.a["href"] == f"#{box.find_parents('section')[-2]['id']}"
     ways = [link["href"] for link in summary.find_all("p", recursive=False)[-1]("a")]
     later = [f"{other.removeprefix('book/')}.html" for other in CHAPTERS[CHAPTERS.index(page) + 1 :][:1]]
     assert ways == ["#done-when", *later]

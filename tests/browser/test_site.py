@@ -375,7 +375,7 @@ def _card(visit):
 def test_a_card_shows_what_a_link_leads_to(context, address):
     with Visit(context, address, "book/05_zero") as visit:
         links = {
-            "a[href*='glossary.html#term-reduce-scatter']": "every rank holds",
+            "a[href*='glossary.html#term-reduce-scatter']": "one shard of the reduction",
             "a[href*='references.html#']": "Rajbhandari",
             "a.reference[href='#equation-eq-05-hide']": "(5.4)",
         }
