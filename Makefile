@@ -70,7 +70,7 @@ setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the bo
 .PHONY: test
 test: export EXECUTED_LABS := $(EXECUTED)
 test: ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser
-	@$(MAKE) --jobs install mathjax pyodide chromium frameworks # pip waits for the disk and the network: others may work
+	@$(MAKE) --jobs install mathjax pyodide pagefind chromium frameworks # pip waits for the disk and the network: others may work
 	@rm -rf $(EXECUTED)
 	@$(BIN)/python tools/stages.py --name "make test" --since $(START) --budget $(TEST_BUDGET) \
 	  lint arrows check site pages
@@ -133,7 +133,7 @@ memory-table: install ## Measure the memory calculator's whole grid and write it
 PAGES_AT_A_TIME := $(if $(EXECUTED_LABS),4,1)
 
 .PHONY: site
-site: install mathjax pyodide ## Build the site from a clean _build, warnings as errors
+site: install mathjax pyodide pagefind ## Build the site from a clean _build, warnings as errors
 	@rm -rf _build
 	@$(BIN)/python tools/build_site.py $(PAGES_AT_A_TIME) . -W -n --keep-going
 
@@ -144,6 +144,10 @@ mathjax: # Formulas that work offline, where npm is at hand; the CDN's otherwise
 .PHONY: pyodide
 pyodide: # Live pages that work offline, where npm is at hand; Pyodide from its CDN otherwise.
 	@tools/pyodide.sh
+
+.PHONY: pagefind
+pagefind: # A search that finds sections, where npm is at hand; Sphinx's otherwise, which finds pages.
+	@tools/pagefind.sh
 
 .PHONY: chromium
 chromium: # For the browser tests, where it can be had.

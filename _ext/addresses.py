@@ -14,21 +14,21 @@ from sphinx.config import Config
 _CDN = "https://cdn.jsdelivr.net/npm"
 
 
-def _mathjax_version(srcdir: Path) -> str:
-    """Return the version that tools/mathjax.sh fetches, which is written there and nowhere else."""
-    return re.search(r"(?m)^version=(\S+)$", (srcdir / "tools/mathjax.sh").read_text(encoding="utf-8"))[1]
+def _version(srcdir: Path, package: str) -> str:
+    """Return the version that a script of tools/ fetches, which is written there and nowhere else."""
+    return re.search(r"(?m)^version=(\S+)$", (srcdir / f"tools/{package}.sh").read_text(encoding="utf-8"))[1]
 
 
-def _local_mathjax(srcdir: Path) -> Path | None:
-    """Return the folder that tools/mathjax.sh filled, or None if npm was not at hand."""
-    folder = srcdir / ".cache" / f"mathjax-{_mathjax_version(srcdir)}"
+def fetched(srcdir: Path, package: str) -> Path | None:
+    """Return the folder that tools/PACKAGE.sh filled, or None if npm was not at hand."""
+    folder = srcdir / ".cache" / f"{package}-{_version(srcdir, package)}"
     return folder if folder.is_dir() else None
 
 
 def _configure(app: Sphinx, config: Config) -> None:
-    version = _mathjax_version(Path(app.srcdir))
+    version = _version(Path(app.srcdir), "mathjax")
     folder, font = f"{_CDN}/mathjax@{version}", f"{_CDN}/@mathjax/mathjax-tex-font@{version}"
-    if _local_mathjax(Path(app.srcdir)):
+    if fetched(Path(app.srcdir), "mathjax"):
         folder, font = "mathjax", "[mathjax]/mathjax-tex-font"
     config.mathjax_path = f"{folder}/tex-chtml-nofont.js"
     config.mathjax3_config["loader"] = {"load": ["a11y/assistive-mml"], "paths": {"mathjax-tex": font}}
@@ -45,7 +45,7 @@ def _configure(app: Sphinx, config: Config) -> None:
 
 
 def _copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
-    source = _local_mathjax(Path(app.srcdir))
+    source = fetched(Path(app.srcdir), "mathjax")
     if source and exception is None and app.builder.format == "html":
         # Only now: a script in _static before the build would be loaded by every page.
         shutil.copytree(source, Path(app.outdir) / "_static" / "mathjax", dirs_exist_ok=True)

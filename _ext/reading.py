@@ -10,6 +10,7 @@ import os
 import re
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -83,8 +84,10 @@ def _describe(app: Sphinx, page: str, template: str, context: dict, doctree: nod
     if page == "index":
         context["docstitle"] = ""  # it is the book's own, which would stand there twice
     texts = [" ".join(node.astext().split()) for node in doctree.findall(nodes.paragraph)]
-    questions = [text.removeprefix("Question. ") for text in texts if text.startswith("Question. ")]
-    if said := escape((questions or texts or [""])[0][:300], quote=True):
+    asked = [match[1] for text in texts if (match := re.match(r"(?:The question of this page|Question)\. (.+)", text))]
+    # Without a question: paragraphs until something is said, as "By the end of this lab you have" alone is nothing.
+    enough = next((n for n in range(1, len(texts)) if len(" ".join(texts[:n])) >= 120), len(texts))
+    if said := escape(shorten((asked or [" ".join(texts[:enough])])[0], 300, placeholder=" ..."), quote=True):
         title = escape(context["title"], quote=True)
         context["metatags"] += (
             f'<meta name="description" content="{said}" />'

@@ -122,6 +122,31 @@ def test_a_chapter_draws_two_figures_or_more(page):
     assert len(parsed(page).select("figure.house-figure svg")) >= 2
 
 
+def test_every_page_says_what_it_is_about():
+    said = {page: parsed(page).select_one("meta[name=description]")["content"] for page in PAGES}
+    assert len(set(said.values())) == len(PAGES)
+    for page, text in said.items():
+        assert 60 <= len(text) <= 300, page
+        assert "question of this page" not in text, page
+
+
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_a_chapter_ends_with_its_takeaways_and_the_way_on(page):
+    boxes = [box for box in parsed(page).select(".admonition.tip") if box.p.get_text() == "Takeaway"]
+    *_, summary = parsed(page).select("article section[id]")
+    assert summary["id"] == "takeaways"
+    items = summary.select(":scope > ul > li")
+    assert len(items) == len(boxes) > 0
+    for item, box in zip(items, boxes, strict=True):
+        *said, link = item.find_all("p", recursive=False)
+        texts = [text.get_text() for text in box.find_all("p", recursive=False)[1:]]
+        assert [text.get_text() for text in said] == texts
+        assert link.a["href"] == f"#{box.find_parents('section')[-2]['id']}"
+    ways = [link["href"] for link in summary.find_all("p", recursive=False)[-1]("a")]
+    later = [f"{other.removeprefix('book/')}.html" for other in CHAPTERS[CHAPTERS.index(page) + 1 :][:1]]
+    assert ways == ["#done-when", *later]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_figure_has_its_message_and_its_description(page):
     for figure in parsed(page).select("figure.house-figure"):

@@ -40,6 +40,14 @@ def test_links_inside_the_site_lead_somewhere(page):
     assert broken_links(page) == []
 
 
+def test_a_page_leads_to_the_one_before_and_the_one_after():
+    for page, before, after in zip(PAGES, ["", *PAGES], [*PAGES[1:], ""], strict=False):
+        for name, other in (("left-prev", before), ("right-next", after)):
+            links = parsed(page).select(f".prev-next-area a.{name}")
+            leads = [str(((SITE / page).parent / link["href"]).resolve().relative_to(SITE)) for link in links]
+            assert leads == ([f"{other}.html"] if other else []), page
+
+
 def test_links_of_the_sources_lead_somewhere():
     broken, links = set(), 0
     for path in sorted((SITE / "code").rglob("*.html")):
