@@ -51,6 +51,10 @@ book: install site ## Install, run every lab on CPU, build the site from a clean
 serve: ## Serve the built book on a free port (make serve PORT=8080 for a fixed one)
 	@$(PYTHON) tools/serve.py $(SITE) $(PORT)
 
+.PHONY: pdf
+pdf: ## Print the built book as one PDF, without the labs (needs Chromium; make pdf PAGES=book/05_zero for a page)
+	@$(BIN)/python tools/print_book.py $(SITE) _build/course.pdf $(PAGES)
+
 .PHONY: lab
 lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are never overwritten) and open JupyterLab there
 	@$(BIN)/python tools/copy_labs.py

@@ -40,7 +40,6 @@ def _configure(app: Sphinx, config: Config) -> None:
             "repository_branch": os.environ.get("GITHUB_REF_NAME", "main"),
             "use_repository_button": True,
             "use_issues_button": True,
-            "launch_buttons": {"binderhub_url": "https://mybinder.org", "notebook_interface": "jupyterlab"},
         }
 
 

@@ -71,11 +71,16 @@
     }));
   });
 
-  // On paper nothing can be unfolded.
-  let folded = [];
+  // On paper nothing can be unfolded, and a dark page would be ink; the code of a figure stays on the site.
+  let folded = [], theme;
   addEventListener("beforeprint", () => {
-    folded = [...document.querySelectorAll("details.measured:not([open])")];
+    folded = [...document.querySelectorAll("article details:not([open], .code-fold)")];
     folded.forEach((fold) => { fold.open = true; });
+    theme = document.documentElement.dataset.theme;
+    document.documentElement.dataset.theme = "light";
   });
-  addEventListener("afterprint", () => folded.forEach((fold) => { fold.open = false; }));
+  addEventListener("afterprint", () => {
+    folded.forEach((fold) => { fold.open = false; });
+    document.documentElement.dataset.theme = theme;
+  });
 })();
