@@ -521,3 +521,63 @@ def test_a_failed_start_is_said_and_the_next_touch_tries_again(browser, address,
             offline.unroute("**/lablib.zip*")
             live.press("stage", "ArrowDown")
             live.holds(live.state())
+
+
+#: Pages with a mechanism that moves.
+MOVING = (
+    "book/02_data_parallelism",
+    "book/04_pipeline_parallelism",
+    "book/06_fsdp",
+    "book/12_context_parallelism",
+    "book/13_expert_parallelism",
+)
+
+
+def _places(figure):
+    return figure.evaluate("root => [...root.querySelectorAll('[data-at]')].map(n => n.getAttribute('style'))")
+
+
+@pytest.mark.parametrize("page", MOVING)
+def test_a_mechanism_is_stepped_through_by_keys_and_plays(context, address, page):
+    with Visit(context, address, page) as visit:
+        figure = visit.page.locator("step-through").first
+        slider, words = figure.get_by_role("slider"), figure.locator(".steps-words")
+        sentences = [item.text_content() for item in figure.locator(".steps-all li").all()]
+        first = int(slider.input_value())
+        assert words.inner_text() == sentences[first]
+        slider.press("Home")
+        assert words.inner_text() == sentences[0]
+        assert slider.get_attribute("aria-valuetext") == f"step 1 of {len(sentences)}"
+        start = _places(figure)
+        slider.press("ArrowRight")
+        assert words.inner_text() == sentences[1]
+        assert _places(figure) != start
+        figure.get_by_role("button", name="step back").press("Enter")
+        assert words.inner_text() == sentences[0]
+        assert [style.rstrip(";") for style in _places(figure)] == [style.rstrip(";") for style in start]
+        # From the last step it plays from the start, until it is stopped or through.
+        slider.press("End")
+        assert words.inner_text() == sentences[-1]
+        figure.get_by_role("button", name="play").press("Enter")
+        assert words.inner_text() == sentences[0]
+        visit.page.wait_for_function("words => words.dataset.step.startsWith('2 ')", arg=words.element_handle())
+        figure.get_by_role("button", name="pause").press("Enter")
+        assert figure.get_by_role("button", name="play").is_visible()
+        assert words.get_attribute("aria-live") == "polite"
+        assert visit.errors == [] or not MATHJAX_IS_LOCAL
+
+
+def test_who_asks_for_less_motion_steps_by_hand_and_without_a_script_all_steps_are_words(browser, address):
+    with browser.new_context(reduced_motion="reduce") as calm, Visit(calm, address, MOVING[0]) as visit:
+        figure = visit.page.locator("step-through").first
+        figure.get_by_role("slider").press("Home")
+        figure.get_by_role("button", name="play").press("Enter")
+        assert figure.get_by_role("button", name="play").is_visible()
+        assert figure.locator(".steps-words").get_attribute("data-step").startswith("2 ")
+        assert figure.locator("[data-at]").first.evaluate("n => getComputedStyle(n).transitionDuration") == "0s"
+    with browser.new_context(java_script_enabled=False) as plain, contextlib.closing(plain.new_page()) as sheet:
+        sheet.goto(f"{address}{MOVING[0]}.html", wait_until="load")
+        figure = sheet.locator("step-through").first
+        assert not figure.locator(".steps-controls").is_visible()
+        figure.locator("summary").click()
+        assert figure.locator("li").last.is_visible()
