@@ -312,7 +312,7 @@ def test_the_cluster_explorer_its_command_and_its_changes_are_one_truth():
 def text_of(answer):
     """Return the texts of the files of an answer as they stand in its folds, and hold what their links save to them."""
     files = re.findall(
-        r'(?s)<code>(.*?)</code></pre></details><a download="[\w.]+" href="data:[^,]*,([^"]*)"', answer["files"]
+        r'(?s)<code>(.*?)</code></details><a download="[\w.]+" href="data:[^,]*,([^"]*)"', answer["files"]
     )
     assert [unescape(folded) for folded, _ in files] == [unquote(saved) for _, saved in files]
     return [unquote(saved) for _, saved in files]

@@ -180,7 +180,7 @@ def table(groups: Mapping[str, Mapping[str, tuple[str, str]]], *, prose: bool = 
 def downloads(files: Mapping[str, str]) -> str:
     """Return files as text in folds, each with a link that saves it: the link holds the text, and needs no script."""
     return "".join(
-        f"<details><summary>{escape(name)}</summary><pre><code>{escape(text)}</code></pre></details>"
+        f"<details><summary>{escape(name)}</summary><code>{escape(text)}</code></details>"
         f'<a download="{escape(name)}" href="data:text/plain;charset=utf-8,{quote(text)}">Save {escape(name)}</a>'
         for name, text in files.items()
     )

@@ -79,8 +79,8 @@ def explore(**state: Value) -> Answer:
     listed = result.listed(LISTED)
     ties = [result.ties(one) for one in listed]
     chosen = listed[state["which"] - 1]
-    files, said = _exports(state, chosen.layout)
-    numbers = {"listed": len(listed), "ties": sum(ties), "files": len(files)}
+    exports, said = _exports(state, chosen.layout)
+    numbers = {"listed": len(listed), "ties": sum(ties), "files": len(exports)}
     for place, one in enumerate(listed, 1):
         low, high = _ends(result, one)
         numbers |= {f"step_us_{place}": round(1e6 * one.step), f"bytes_{place}": one.total_memory}
@@ -90,10 +90,10 @@ def explore(**state: Value) -> Answer:
         caption=_caption(result, listed, ties),
         table=_table(result, listed, ties, state, {f"Files with the degrees of layout {state['which']}": said}),
         command=_command(model, state),
-        call=_call(model, state, chosen.layout, next(iter(files), "")),
+        call=_call(model, state, chosen.layout, next(iter(exports), "")),
         numbers=numbers,
         question="Why this order, and what does not fit?",
-        files=files,
+        files={EXPORTERS[name].file: text for name, text in exports.items()},
     )
 
 
@@ -110,18 +110,18 @@ def degrees(layout: Layout) -> dict[str, int]:
 
 
 def _exports(state: dict[str, Value], layout: Layout) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """The files of the frameworks that can run such a layout, and for each framework what its file is, or why it has none."""
-    files, said = {}, {}
+    """The texts of the frameworks that can run such a layout, and for each framework what its file is, or why it has none."""
+    texts, said = {}, {}
     model, settings = read_model(state["model"], state["config"]), job(**state) | degrees(layout)
-    for name, exporter in EXPORTERS.items():
+    for name in EXPORTERS:
         try:
             done = export_plan(model, name, **settings)
         except ValueError as error:
             said[name] = "", f"none: {error}"
         else:
-            files[f"{name}.{exporter.suffix}"] = done.text
+            texts[name] = done.text
             said[name] = "", f"{done.candidate.layout}, {seconds_text(done.candidate.step)} a step"
-    return files, said
+    return texts, said
 
 
 def _nothing(result: Plan, model: str, state: dict[str, Value]) -> Answer:
@@ -236,7 +236,7 @@ def _command(model: str, state: dict[str, Value]) -> str:
     return " ".join(["rung plan", model, *words, "--tokens 1B --price", f"{state['price'] / 100:g}"])
 
 
-def _call(model: str, state: dict[str, Value], layout: Layout, file: str) -> str:
+def _call(model: str, state: dict[str, Value], layout: Layout, framework: str) -> str:
     settings = job(**state)
     lines = "".join(
         f"    {name}={value!r},\n".replace("'", '"') for name, value in settings.items() if name != "recipe"
@@ -246,12 +246,12 @@ def _call(model: str, state: dict[str, Value], layout: Layout, file: str) -> str
     words += (
         "for one in result.listed(5) if result.candidates else result.dropped:\n    print(one.layout, one.peak.total)\n"
     )
-    if not file:
+    if not framework:
         return f"from lablib.calc.layouts.planner import plan\n\n{words}"
     keep = degrees(layout) | {name: value for name, value in settings.items() if name == "recipe"}
     return (
         "from lablib.calc.layouts import export_plan\nfrom lablib.calc.layouts.planner import plan\n\n"
-        f'{words}file = export_plan("{model}", "{file.partition(".")[0]}", **job | {keep!r})\nprint(file.text)\n'
+        f'{words}file = export_plan("{model}", "{framework}", **job | {keep!r})\nprint(file.text)\n'
     )
 
 

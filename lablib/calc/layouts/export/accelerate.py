@@ -151,4 +151,4 @@ def _yaml_value(value: object) -> str:
     return f"'{value}'" if value == "no" else str(value)  # YAML reads a bare no as false
 
 
-ACCELERATE = Exporter(accelerate_yaml, next(iter(SHARDED)), PROVEN, "yaml")
+ACCELERATE = Exporter(accelerate_yaml, next(iter(SHARDED)), PROVEN, "accelerate.yaml")

@@ -89,4 +89,4 @@ def _said(job: ExportJob, recipe: str) -> list[str]:
     return found
 
 
-DEEPSPEED = Exporter(deepspeed_json, next(iter(RECIPES)), PROVEN, "json")
+DEEPSPEED = Exporter(deepspeed_json, next(iter(RECIPES)), PROVEN, "deepspeed.json")

@@ -117,10 +117,10 @@ class Exporter:
     Attributes:
         recipe: The dtypes that it trains in by itself.
         proven: The package and version whose parser has read what is written here.
-        suffix: What the name of its file ends with.
+        file: Name of the file, where its text is saved.
     """
 
     text: Callable[[ExportJob], str]
     recipe: str
     proven: str
-    suffix: str
+    file: str

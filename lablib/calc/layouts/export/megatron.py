@@ -272,4 +272,4 @@ def _memory_arguments(job: ExportJob) -> list[str]:
     return found
 
 
-MEGATRON = Exporter(megatron_script, next(iter(RECIPES)), PROVEN, "sh")
+MEGATRON = Exporter(megatron_script, next(iter(RECIPES)), PROVEN, "megatron.sh")

@@ -200,4 +200,4 @@ def _python(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-TORCHTITAN = Exporter(torchtitan_config, RECIPES[0], PROVEN, "py")
+TORCHTITAN = Exporter(torchtitan_config, RECIPES[0], PROVEN, "layout.py")
