@@ -226,7 +226,7 @@ def draw_holdings(rng):
 
 def test_ranks_together_hold_every_token_and_every_weight_equally_often() -> None:
     rng = random.Random(new_seed())
-    for _ in range(40):
+    for _ in range(20):
         ranks, given, held = draw_holdings(rng)
         tp, cp, dp, pp = map(ranks.size, ("tp", "cp", "dp", "pp"))
         edp = tp * cp * dp // (given["ep"] * given["etp"])

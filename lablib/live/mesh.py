@@ -15,7 +15,7 @@ from lablib.live import cluster
 from lablib.live.explorer import Answer, Control, Explorer, Value, model_options, number_options, table
 from lablib.live.svg import COLORS, WIDTH, choice, choices, legend, picture, rect, text
 
-MODELS = ("gpt2", "llama-3-8b", "llama-3-70b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
+MODELS = ("gpt2", "llama-3-8b", "llama-3-70b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 POWERS = cluster.POWERS[:7]
 STAGES_INSIDE = "tp-cp-ep-pp-dp"
 #: The fastest axis first; experts have ep where it stands, etp and edp in place of tp and dp.
