@@ -224,7 +224,7 @@ def problems_of_chapter(text, stem):
         taught = not FURNITURE.match(title)
         box = re.search(r"(?m)^[`:]{3,}\{admonition\} Takeaway.*\n[`:]?:?class: tip", section)
         hold(box or not taught, f"section {title!r} has a boxed takeaway")
-    hold(len(re.findall(r"(?m)^\s*show\(", code)) >= 2, "two figures or more are drawn")
+    hold(len(re.findall(r"(?m)^\s*show(?:_steps)?\(", code)) >= 2, "two figures or more are drawn")
     hold(
         re.search(r"\{admonition\} Claims you will meet.*\n:?:?class: warning", prose),
         "there is a box Claims you will meet",
@@ -360,7 +360,7 @@ BROKEN_CHAPTERS = {
     "there is one H1": ("## Problems", "# Problems"),
     "asks its question": ("?", "."),
     "boxed takeaway": ("{admonition} Takeaway", "{note}"),
-    "two figures": ("show(", "draw("),
+    "two figures": ("show", "draw"),
     "Claims you will meet": ("{admonition} Claims you will meet", "{note} Claims"),
     "folded answers": (":class: dropdown", ""),
     "names the check": ("rung", "step"),

@@ -126,7 +126,7 @@ class Live(Visit):
         self.page.wait_for_function(
             "([root, before]) => Number(root.dataset.answers) > before && !root.hasAttribute('aria-busy')",
             arg=[self.root.element_handle(), before],
-            timeout=300_000,
+            timeout=90_000,
         )
 
     def state(self):
@@ -300,7 +300,7 @@ def a_question_is_answered_when_it_is_asked(live):
     live.wait(before)
     assert button.inner_text() == "What would make it fit?"
     button.press("Enter")
-    live.page.wait_for_function("root => root.dataset.replies", arg=live.root.element_handle(), timeout=300_000)
+    live.page.wait_for_function("root => root.dataset.replies", arg=live.root.element_handle(), timeout=90_000)
     rows = [row.inner_text() for row in live.root.locator("[data-part=reply] td").all()]
     meant = BeautifulSoup(live.explorer.reply(**live.state()), "html.parser").select("td")
     assert rows == [cell.text for cell in meant] != []
@@ -413,7 +413,7 @@ def a_link_shows_its_state(live, state):
     assert live.state() == state != live.first
     live.wait(0)
     live.holds(state)
-    live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=300_000)
+    live.page.wait_for_function(_IN_VIEW, arg=live.root.element_handle(), timeout=90_000)
     # The link also asks for an abacus, and its address is as it was shared.
     assert f"asks for {live.choice}=abacus, which is not one of " in live.root.locator(".livecalc-unknown").inner_text()
     assert f"{live.choice}=abacus" in live.page.url
@@ -430,7 +430,7 @@ def it_fits_a_telephone_and_a_desk(live, theme):
     live.page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
     for size in (PHONE, DESK):
         live.page.set_viewport_size(size)
-        live.page.wait_for_function(_WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=300_000)
+        live.page.wait_for_function(_WITHIN, arg=[live.root.element_handle(), size["width"]], timeout=90_000)
         assert live.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         boxes = [live.field(control.name).bounding_box() for control in live.explorer.controls]
         for place in boxes:
@@ -516,7 +516,7 @@ def test_a_failed_start_is_said_and_the_next_touch_tries_again(browser, address,
         offline.route("**/lablib.zip*", lambda route: route.fulfill(status=503))
         with Live(offline, address, "book/05_zero") as live:
             live.field("stage").press("ArrowDown")
-            live.root.get_by_text("Python did not start").wait_for(timeout=300_000)
+            live.root.get_by_text("Python did not start").wait_for(timeout=90_000)
             live.shows(live.explorer.answer(live.first), live.first)
             offline.unroute("**/lablib.zip*")
             live.press("stage", "ArrowDown")
