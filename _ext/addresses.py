@@ -25,6 +25,15 @@ def fetched(srcdir: Path, package: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def repository() -> tuple[str | None, str]:
+    """Return the public address of the repository and its branch; None where the build knows no address.
+
+    GitHub Actions names the repository, so a fork's pages point at the fork.
+    """
+    server, project = os.environ.get("GITHUB_SERVER_URL", "https://github.com"), os.environ.get("GITHUB_REPOSITORY")
+    return (f"{server}/{project}" if project else None), os.environ.get("GITHUB_REF_NAME", "main")
+
+
 def _configure(app: Sphinx, config: Config) -> None:
     version = _version(Path(app.srcdir), "mathjax")
     folder, font = f"{_CDN}/mathjax@{version}", f"{_CDN}/@mathjax/mathjax-tex-font@{version}"
@@ -32,12 +41,11 @@ def _configure(app: Sphinx, config: Config) -> None:
         folder, font = "mathjax", "[mathjax]/mathjax-tex-font"
     config.mathjax_path = f"{folder}/tex-chtml-nofont.js"
     config.mathjax3_config["loader"] = {"load": ["a11y/assistive-mml"], "paths": {"mathjax-tex": font}}
-    # GitHub Actions names the repository, so a fork's pages point at the fork.
-    repository = os.environ.get("GITHUB_REPOSITORY")
-    if repository:
+    address, branch = repository()
+    if address:
         config.html_theme_options |= {
-            "repository_url": f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}",
-            "repository_branch": os.environ.get("GITHUB_REF_NAME", "main"),
+            "repository_url": address,
+            "repository_branch": branch,
             "use_repository_button": True,
             "use_issues_button": True,
         }

@@ -15,6 +15,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 import nbformat
+from addresses import repository
 from docutils import nodes
 from source_pages import block
 from sphinx.application import Sphinx
@@ -106,7 +107,7 @@ def downloaded(notebook: str, name: str, address: str | None, branch: str) -> st
 
 def _write_downloads(app: Sphinx, exception: Exception | None) -> None:
     """Put the labs where the theme's download button leads."""
-    address, branch = _repository(app)
+    address, branch = repository()
     for page in app.env.found_docs if exception is None and app.builder.format == "html" else ():
         target = Path(app.outdir) / "_sources" / f"{page}.ipynb"
         if page.startswith("labs/") and target.exists():
@@ -114,13 +115,8 @@ def _write_downloads(app: Sphinx, exception: Exception | None) -> None:
             target.write_text(downloaded(stored, target.stem, address, branch), encoding="utf-8")
 
 
-def _repository(app: Sphinx) -> tuple[str | None, str]:
-    options = app.config.html_theme_options
-    return options.get("repository_url"), options.get("repository_branch", "main")
-
-
 def _offer_launch(app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None) -> None:
-    address, branch = _repository(app)
+    address, branch = repository()
     _, _, project = (address or "").partition("https://github.com/")
     if not project or not page.startswith("labs/"):
         return

@@ -234,6 +234,8 @@ class Slides {
 
 /** Turn the page into slides; `start` is the number of the first that is shown. */
 export async function present(start) {
+  // From an address it is called while the page is still read.
+  if (document.readyState !== "complete") await new Promise((loaded) => addEventListener("load", loaded));
   if (document.querySelector("link[href*='slides.css']") === null) {
     const sheet = make("link", { rel: "stylesheet", href: new URL("slides.css", import.meta.url).href });
     await new Promise((loaded) => { sheet.onload = loaded; document.head.append(sheet); });

@@ -7,6 +7,8 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+from tests.built_site import LABS as BUILT
+from tests.built_site import SITE, parsed
 from tests.scripts import ROOT, load
 
 LABS = sorted((ROOT / "labs").glob("[0-9][0-9]_*.ipynb"))
@@ -66,14 +68,23 @@ def test_the_first_cell_fetches_lablib_where_it_is_missing_and_the_address_known
 )  # fmt: skip
 def test_a_lab_starts_elsewhere_only_from_a_public_address(lab_pages, monkeypatch, address, branch, page, places):
     monkeypatch.setenv("LABLIB_COLAB_BRANCH", branch)
-    options = {"repository_url": address, "repository_branch": "main"} if address else {}
+    monkeypatch.setenv("GITHUB_REPOSITORY", address.partition("github.com/")[2] if address else "")
+    monkeypatch.setenv("GITHUB_REF_NAME", "main")
     context = {"header_buttons": []}
-    lab_pages._offer_launch(
-        SimpleNamespace(config=SimpleNamespace(html_theme_options=options)), page, "", context, None
-    )
+    lab_pages._offer_launch(None, page, "", context, None)
     urls = [button["url"] for group in context["header_buttons"] for button in group["buttons"]]
     assert len(urls) == len(places)
     assert all(place in (None, url) for url, place in zip(urls, places, strict=True))
+
+
+@pytest.mark.site
+@pytest.mark.parametrize("page", BUILT)
+def test_the_site_offers_what_its_build_knows(lab_pages, page):
+    stored = (ROOT / f"{page}.ipynb").read_text(encoding="utf-8")
+    expected = lab_pages.downloaded(stored, page.removeprefix("labs/"), *lab_pages.repository())
+    link = parsed(page).select_one("a.btn-download-source-button")
+    assert (SITE / page).parent.joinpath(link["href"]).read_text(encoding="utf-8") == expected
+    assert bool(parsed(page).select(".dropdown-launch-buttons")) == (lab_pages.repository()[0] is not None)
 
 
 def test_articles_keep_their_ids_and_links_apart_in_one_document(tmp_path):

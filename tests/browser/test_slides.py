@@ -1,6 +1,7 @@
 """Each chapter as slides: whole on 1280 x 720, legible, moved by keys and buttons; and a chapter printed, by its text."""
 
 import re
+import unicodedata
 import zlib
 
 import pytest
@@ -79,7 +80,8 @@ _IDS = "nodes => nodes.map(node => [...document.querySelectorAll('article *')].i
 
 def test_slides_are_moved_by_keys_and_buttons_and_left(context, address):
     with Visit(context, address, EXPLORED) as visit:
-        height = visit.page.evaluate("document.querySelector('article').clientHeight")
+        text = "document.querySelector('article').innerText.replace(/\\s/g, '')"  # formulas may break anew
+        before = visit.page.evaluate(text)
         assert not [r for r in visit.page.evaluate("performance.getEntries().map(e => e.name)") if "slides." in r]
         visit.page.locator(".btn-slides-button").click()
         visit.page.wait_for_selector(".slides-bar", timeout=90_000)
@@ -105,7 +107,7 @@ def test_slides_are_moved_by_keys_and_buttons_and_left(context, address):
         show.page.keyboard.press("Escape")
         assert "slide" not in show.page.url
         assert show.page.evaluate("document.activeElement.className").count("slides-button")
-        assert show.page.evaluate("document.querySelector('article').clientHeight") == height
+        assert show.page.evaluate(text) == before
 
 
 def test_the_notes_have_what_a_slide_leaves_out(context, address):
@@ -126,8 +128,7 @@ def test_the_notes_have_what_a_slide_leaves_out(context, address):
 def test_an_explorer_answers_on_a_slide(context, address):
     with Show(context, address, EXPLORED) as show:
         live = show.page.locator(".livecalc").first
-        while not live.is_visible():
-            number = show.press("ArrowRight")
+        number = next(n for n in range(2, show.at[1] + 1) if show.press("ArrowRight") == n and live.is_visible())
         show.page.locator(".livecalc select").first.press("ArrowDown")
         assert show.at[0] == number
         show.page.wait_for_function("document.querySelector('.livecalc').dataset.answers > 0", timeout=90_000)
@@ -170,4 +171,4 @@ def pdf_text(path):
             for font, glyphs in re.findall(rb"/F(\d+) |<(\w+)> Tj", stream(page[1])):
                 known = fonts[font] if font else known
                 text += "".join(known[int(glyphs[i : i + 4], 16)] for i in range(0, len(glyphs), 4))
-    return text
+    return unicodedata.normalize("NFKC", text)  # without ligatures
