@@ -20,7 +20,7 @@ from lablib import live
 from lablib.calc.communication import data_parallel_bytes
 from lablib.calc.hardware import accelerator
 from lablib.calc.layouts.export import EXPORTERS
-from lablib.calc.layouts.planner import peak_and_step, plan
+from lablib.calc.layouts.planner import FIELDS, Layout, peak_and_step, plan
 from lablib.calc.memory import verdict
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import preset
@@ -359,11 +359,12 @@ def test_the_cluster_explorer_draws_the_peak():
         state = CLUSTER.answer(state)["state"]
         model, settings = explore_cluster.job(**state)
         result = plan(model, **settings)
-        one = result.best if result.candidates else result.dropped[0]
-        _, step = peak_and_step(result.load, one.layout, result.counting)
+        degrees = {name: settings[name] for name in FIELDS if name in settings}
+        layout = Layout(dp=state["gpus"] // (state["tp"] * state["pp"] * state["cp"]), **degrees)
+        peak, step = peak_and_step(result.load, layout, result.counting)
         every = [instant.total for instant in step.instants() if instant.phase != "states"]
-        drawn = explore_cluster.drawn_instants(step, one.peak)
-        assert max(instant.total for instant in drawn) == one.peak.total == max(every)
+        drawn = explore_cluster.drawn_instants(step, peak)
+        assert max(instant.total for instant in drawn) == peak.total == max(every)
 
 
 def test_a_pasted_config_is_counted_and_a_broken_one_is_said():

@@ -119,7 +119,7 @@ def _exports(state: dict[str, Value], layout: Layout) -> tuple[dict[str, str], d
         except ValueError as error:
             said[name] = "", f"none: {error}"
         else:
-            texts[name] = done.text + " "
+            texts[name] = done.text
             said[name] = "", f"{done.candidate.layout}, {seconds_text(done.candidate.step)} a step"
     return texts, said
 
