@@ -25,12 +25,13 @@ from sphinx.application import Sphinx
 _NEEDED = (
     r"pagefind(-worker)?\.js|pagefind-entry\.json|pagefind\..*\.pf_meta|wasm\.en\.pagefind|.*\.pf_(index|fragment)"
 )
-#: What a page is, to the field that its headings are searched in, with the weight of its text. _static/search.mjs has
-#: the weights of the fields.
+#: What a section is, PAGE#ANCHOR, to the field that its heading is searched in, with the weight of its text; the first
+#: that fits. _static/search.mjs has the weights of the fields.
 _KINDS = {
+    r".*#(problems|exercise|claims-you-will|done-when|reading-guide|where-to-go)": ("list", 0.5),
     r"book/\d\d_": ("title", 1.0),
     r"labs/": ("lab", 0.5),
-    r"book/glossary$": ("term", 1.0),
+    r"book/glossary#.": ("term", 1.0),
     "": ("reference", 0.7),
 }
 
@@ -116,7 +117,7 @@ def _write_index(app: Sphinx, exception: Exception | None) -> None:
     for file in found.rglob("*"):
         if file.is_file() and not re.fullmatch(_NEEDED, file.name):
             file.unlink()
-    terms = [(s.title, s.anchor, " ".join(s.texts)) for s in _PAGES["book/glossary"] if s.anchor]
+    terms = [(s.title, s.anchor, " ".join(s.texts)) for s in _PAGES.get("book/glossary", []) if s.anchor]
     (found / "terms.json").write_text(json.dumps(terms), encoding="utf-8")
 
 
