@@ -69,7 +69,8 @@ class Slides {
     const button = (label, onclick) => make("button", { type: "button", textContent: label, onclick });
     Object.assign(this, { article, list: [], at: 0, stop: new AbortController(), place: make("span", {}) });
     this.status = make("p", { className: "visually-hidden", role: "status" });
-    this.notes = make("div", { className: "slides-notes", hidden: true, tabIndex: 0, role: "region", ariaLabel: "Notes" });
+    this.notes = make("div", { className: "slides-notes", hidden: true, tabIndex: 0, role: "region" });
+    this.notes.ariaLabel = "Notes";
     this.toggle = button("Notes", () => this.annotate());
     this.bar = make("nav", { className: "slides-bar", ariaLabel: "Slides" },
       button("Previous", () => this.show(this.at - 1)), this.place, button("Next", () => this.show(this.at + 1)),
@@ -139,8 +140,8 @@ class Slides {
     if (!goesOn || this.over(node)) {
       const slide = { section, heading: section.querySelector("h1, h2, h3"), nodes: [], notes: [], size: SIZE };
       // What announces a list or a table goes with it.
-      const announces = goesOn && last.nodes.length > 1 && last.nodes.at(-1).matches("p") && /:\s*$/.test(last.nodes.at(-1).textContent);
-      if (announces) slide.nodes.push(last.nodes.pop());
+      const [one, before] = goesOn ? last.nodes.slice(-2).reverse() : [];
+      if (before && one.matches("p") && /:\s*$/.test(one.textContent)) slide.nodes.push(last.nodes.pop());
       this.list.push(slide);
       this.reveal(slide);
       this.mark(node);
