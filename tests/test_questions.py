@@ -11,7 +11,11 @@ from tests.built_site import CHAPTERS, parsed
 from tests.test_typed import ROOT, _cells, _typed_strings, typed_in
 
 #: Chapters that have their guesses and questions; it grows.
-ASKING = [page for page in CHAPTERS if page[5:7] in ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13")]
+ASKING = [
+    page
+    for page in CHAPTERS
+    if page[5:7] in ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13")
+]
 every_chapter = pytest.mark.parametrize("page", ASKING)
 HALF = {"a half": "That is $1/2$.", "a third": "No."}
 
