@@ -505,7 +505,7 @@ def test_without_javascript_the_first_state_stands_there(browser, address, page)
         root = sheet.locator(f".livecalc[data-name={PAGES[page]}]")
         assert not root.locator("form").is_visible()
         assert root.locator("svg").is_visible()
-        assert root.locator("table").is_visible()
+        assert root.locator("table").first.is_visible()
         assert "JavaScript" in root.locator(".livecalc-note").inner_text()
         explorer = find_explorer(box_of(page)["data-module"])
         caption = explorer.answer(first_state(explorer, page))["caption"]
@@ -516,11 +516,11 @@ def test_a_failed_start_is_said_and_the_next_touch_tries_again(browser, address,
     with browser.new_context() as offline:
         offline.route("**/lablib.zip*", lambda route: route.fulfill(status=503))
         with Live(offline, address, "book/05_zero") as live:
-            live.field("stage").press("ArrowDown")
+            live.field("stage").press("ArrowUp")
             live.root.get_by_text("Python did not start").wait_for(timeout=90_000)
             live.shows(live.explorer.answer(live.first), live.first)
             offline.unroute("**/lablib.zip*")
-            live.press("stage", "ArrowDown")
+            live.press("stage", "ArrowUp")
             live.holds(live.state())
 
 
@@ -535,13 +535,18 @@ MOVING = (
 
 
 def _places(figure):
-    return figure.evaluate("root => [...root.querySelectorAll('[data-at]')].map(n => n.getAttribute('style'))")
+    """Return where each piece is, or that it is not there."""
+    return figure.evaluate(
+        "root => [...root.querySelectorAll('[data-at]')].map(n => n.style.opacity === '0' ? '' : n.style.transform)"
+    )
 
 
 @pytest.mark.parametrize("page", MOVING)
 def test_a_mechanism_is_stepped_through_by_keys_and_plays(context, address, page):
     with Visit(context, address, page) as visit:
         figure = visit.page.locator("step-through").first
+        for opens in visit.page.get_by_role("button", name="Show without guessing").all():
+            opens.click()
         slider, words = figure.get_by_role("slider"), figure.locator(".steps-words")
         sentences = [item.text_content() for item in figure.locator(".steps-all li").all()]
         first = int(slider.input_value())
@@ -555,7 +560,7 @@ def test_a_mechanism_is_stepped_through_by_keys_and_plays(context, address, page
         assert _places(figure) != start
         figure.get_by_role("button", name="step back").press("Enter")
         assert words.inner_text() == sentences[0]
-        assert [style.rstrip(";") for style in _places(figure)] == [style.rstrip(";") for style in start]
+        assert _places(figure) == start
         # From the last step it plays from the start, until it is stopped or through.
         slider.press("End")
         assert words.inner_text() == sentences[-1]

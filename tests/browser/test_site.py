@@ -381,13 +381,13 @@ def test_a_card_shows_what_a_link_leads_to(context, address):
         links = {
             "a[href*='glossary.html#term-reduce-scatter']": "one shard of the reduction",
             "a[href*='references.html#']": "Rajbhandari",
-            "a.reference[href='#equation-eq-05-hide']": "(5.4)",
+            "a.reference[href='#equation-eq-05-hide']": "",  # the number that the link itself has
         }
         for link, said in links.items():
             place = visit.page.locator(f"article {link}").first
             place.hover()
             _card(visit).wait_for(state="visible")
-            assert said in _card(visit).inner_text()
+            assert (said or place.inner_text()) in _card(visit).inner_text()
             assert place.get_attribute("aria-describedby") == "card"
             # It stays while the pointer is on it.
             _card(visit).hover()
