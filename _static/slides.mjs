@@ -6,10 +6,10 @@ const WIDTH = 1280, HEIGHT = 720, FOOT = 60; // FOOT: the room of the buttons
 const SIZE = 28, LEAST = 22; // pixels of text, and those to which a large table, listing or figure may shrink
 const LINES = 16; // of a listing
 const PART = "section, .cell, .cell_output, .output, .text_html, .admonition, .pst-scrollable-table-container, " +
-  "ul, ol, dl, table, tbody";
-const HEAD = "h1, h2, h3, thead, colgroup, .admonition-title";
+  "ul, ol, dl, table, tbody, details.covered";
+const HEAD = "h1, h2, h3, thead, colgroup, .admonition-title, .covered > summary";
 const CARD = ".rung ~ .cell:not(.rung ~ .cell ~ .cell)";
-const NEVER = `script, style, .cell_input, .figure-code, .toctree-wrapper, #reading-guide, ${HEAD}, ${CARD}`;
+const NEVER = `.cell:has(form.asked), #five-questions, script, style, .cell_input, .figure-code, .toctree-wrapper, #reading-guide, ${HEAD}, ${CARD}`;
 const NOTE = ".dropdown"; // answers that the page folds
 const WHOLE = ".tip, .rung, #problems, td"; // not cut after the first sentence
 
@@ -67,7 +67,7 @@ function copied(node) {
 class Slides {
   constructor(article) {
     const button = (label, onclick) => make("button", { type: "button", textContent: label, onclick });
-    Object.assign(this, { article, list: [], at: 0, stop: new AbortController(), place: make("span", {}) });
+    Object.assign(this, { article, list: [], opened: [], at: 0, stop: new AbortController(), place: make("span", {}) });
     this.status = make("p", { className: "visually-hidden", role: "status" });
     this.notes = make("div", { className: "slides-notes", hidden: true, tabIndex: 0, role: "region" });
     this.notes.ariaLabel = "Notes";
@@ -102,6 +102,7 @@ class Slides {
     const { heading } = this.list[this.at];
     this.stop.abort();
     this.clear();
+    for (const fold of this.opened) fold.open = false;
     root.classList.remove("slides", "slides-dealt");
     root.style.fontSize = this.article.style.transform = "";
     this.typeset();
@@ -121,7 +122,9 @@ class Slides {
   deal(part) {
     for (const node of part.children) {
       const listing = !node.matches(".livecalc") && node.querySelector("pre");
-      if (node.matches(NEVER)) continue;
+      if (node.matches(NEVER) || !node.closest("section")) continue;
+      // A presenter shows what a reader guesses first.
+      if (node.matches("details.covered:not([open])")) this.opened.push(Object.assign(node, { open: true }));
       if (node.matches(NOTE)) this.list.at(-1).notes.push(node);
       else if (node.matches(PART)) this.deal(node);
       else if (listing && cut(listing)) this.deal(listing);

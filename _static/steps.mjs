@@ -5,6 +5,7 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 class StepThrough extends HTMLElement {
   connectedCallback() {
+    if (this.pieces) return; // a fold that opens moves it
     this.pieces = [...this.querySelectorAll("[data-at]")].map((node) => [node, JSON.parse(node.dataset.at)]);
     this.sentences = [...this.querySelectorAll(".steps-all li")].map((item) => item.textContent);
     this.words = this.querySelector(".steps-words");
