@@ -78,7 +78,7 @@ def test_every_question_stands_on_its_page_before_what_answers_it(page):
         after = form.find_parent(class_="cell").find_next_siblings(limit=int(form["data-covers"]) or 1)
         if form["data-covers"] != "0":
             html = "".join(map(str, after))
-            assert any(part in html for part in ("<figure", "<table", "<ol", 'class="math')), form["data-name"]
+            assert any(part in html for part in ("<figure", "<table", "<ol", "<ul", 'class="math')), form["data-name"]
             assert not any(block.select("form, h2, h3") for block in after), form["data-name"]
     places = {form["data-answer"] for form in forms if "question" in form["class"]}
     assert len(places) >= 3, "the place of the right choice changes"
