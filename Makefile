@@ -21,7 +21,7 @@ WORKERS ?= 2
 # A worker that dies ends the run, which names the test: with loadfile its file may be given to nobody, and be waited for.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NBVAL := --nbval --nbval-cell-timeout=300
-SITE_TESTS := tests/test_book.py tests/test_links.py tests/browser
+SITE_TESTS := tests/test_book.py tests/test_links.py tests/test_questions.py tests/browser
 # Where nbval leaves the labs that it ran.
 EXECUTED := $(CURDIR)/.cache/executed
 

@@ -63,7 +63,8 @@
 
     /** Judge an answer and show it; say whether it was one. */
     function show(said) {
-      const chosen = form.querySelector(`[value="${said}"]`), right = said === answer;
+      // What is typed may be anything, and no selector.
+      const chosen = field ? null : form.querySelector(`[value="${CSS.escape(said)}"]`), right = said === answer;
       const judged = field ? judge(said, form.dataset, mistakes.map((known) => +known.dataset.value))
         : chosen ? { right, said: right ? "Right." : `No, it is ${answer}.` } : { said: "Choose one." };
       result.textContent = judged.said;

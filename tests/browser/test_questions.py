@@ -66,6 +66,12 @@ def test_a_number_is_read_as_it_was_meant(judge, text, answer):
     assert not judge(text, known | dict.fromkeys(("answer", "low", "high"), 3 * answer))["right"]
 
 
+def test_percent_is_typed_with_its_sign(judge):
+    known = {"answer": "20", "low": "19", "high": "21", "shown": "20", "unit": "%", "same": "0.02"}
+    assert judge("20.5%", known)["right"]
+    assert judge("20 %", known)["right"]
+
+
 def forms(page, kind):
     return parsed(page).select(f"form.asked.{kind}")
 
@@ -107,14 +113,17 @@ def test_every_answer_is_judged_and_every_mistake_has_its_sentence(context, addr
 
 @pytest.mark.site
 def test_a_guess_unfolds_its_figure_and_is_remembered_until_it_is_edited(context, address):
-    form = next(form for form in forms(FIRST, "guess") if form.select(".mistake"))
+    form = next(form for form in forms(FIRST, "guess") if form.select(".mistake") and form.select("[type=text]"))
     covered = f".cell:has(form[data-name='{form['data-name']}']) + details.covered"
     with Visit(context, address, FIRST) as visit:
         assert not visit.page.locator(f"{covered} > .cell").is_visible()
+        here = visit.page.locator(f"form[data-name='{form['data-name']}']")
+        here.locator("[type=text]").fill('"')
+        here.locator("[type=text]").press("Enter")
+        assert here.locator(".result").inner_text().startswith("Type a number")
         said = answer(visit, form, right=False)
         assert visit.page.locator(covered).count() == 0
         visit.page.reload()
-        here = visit.page.locator(f"form[data-name='{form['data-name']}']")
         assert here.locator(".result").inner_text() == said
         assert not here.locator("button").is_visible()
         # The same question with another text has another name.

@@ -35,13 +35,18 @@ _POOR = """() => {
   }
   return found;
 }"""
-#: Every slide from the first: what is poor, by its number; and which figures, takeaways and explorers were on none.
+#: Every slide from the first, in each step of its figure: what is poor, by its number; and which figures, takeaways and explorers were on none.
 _WALK = f"""() => {{
-  const poor = {_POOR}, found = {{}}, what = "article :is(figure, .tip, .livecalc)";
+  const poor = {_POOR}, found = {{}}, what = "article :is(figure:not(.livecalc-figure), .tip, .livecalc)";
   const [, slides] = document.querySelector(".slides-bar > span").textContent.split(" / ").map(Number);
   const lost = new Set(document.querySelectorAll(what));
   for (let number = 1; number <= slides; number++) {{
-    if (poor().length) found[number] = poor().slice(0, 3);
+    const moving = [...document.querySelectorAll("step-through")].find(node => node.checkVisibility());
+    const steps = moving ? moving.sentences.length : 1;
+    for (let step = 0; step < steps; step++) {{
+      moving?.go(step - moving.step);
+      if (poor().length) found[number] = poor().slice(0, 3);
+    }}
     for (const node of lost) if (node.checkVisibility()) lost.delete(node);
     document.dispatchEvent(new KeyboardEvent("keydown", {{ key: "ArrowRight", bubbles: true }}));
   }}
@@ -72,7 +77,6 @@ class Show(Visit):
         return self.at[0]
 
 
-@pytest.mark.xfail(reason="a figure behind a guess, or a large explorer, may reach below its slide: to be mended")
 @pytest.mark.parametrize("page", CHAPTERS)
 def test_nothing_sticks_out_of_a_slide(context, address, page):
     with Show(context, address, page) as show:
