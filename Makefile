@@ -133,8 +133,8 @@ memory-table: install ## Measure the memory calculator's whole grid and write it
 	@$(BIN)/python -m tests.evidence memory-table --held-out --write
 	@$(BIN)/python -m tests.evidence memory-peers --write
 
-# Pages wait for kernels to start. Labs measure times, so a build that runs them runs one after the other.
-PAGES_AT_A_TIME := $(if $(EXECUTED_LABS),4,1)
+# Pages wait for kernels to start. Labs measure times, so a build that runs them runs one after the other, beside chapters.
+PAGES_AT_A_TIME := $(if $(EXECUTED_LABS),4,2)
 
 .PHONY: site
 site: install mathjax pyodide pagefind ## Build the site from a clean _build, warnings as errors

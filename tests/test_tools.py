@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -231,6 +232,29 @@ def test_the_site_shows_the_kept_run_of_this_very_lab(lab, tmp_path, monkeypatch
     lab.cells[2].source = "3"
     with pytest.raises(reading.ExtensionError, match=r"is not the run of labs/01_a\.ipynb as it is now"):
         reading._show_executed(None, "labs/01_a", [nbformat.writes(lab)])
+
+
+def test_a_build_runs_one_lab_at_a_time(monkeypatch):
+    from sphinx.util.parallel import make_chunks
+
+    pages = [
+        str(path.relative_to(ROOT).with_suffix(""))
+        for part in ("book", "labs")
+        for path in (ROOT / part).glob("[!_]*.*")
+    ]
+    labs = sorted(page for page in pages if page.startswith("labs/"))
+    app, reading = SimpleNamespace(parallel=2), load("_ext/reading.py")
+    monkeypatch.delenv("EXECUTED_LABS", raising=False)
+    dealt = sorted(pages)
+    reading._deal(app, None, dealt)
+    assert sorted(dealt) == sorted(pages)
+    assert [chunk[: len(labs)] == labs for chunk in make_chunks(dealt, 2)] == [True] + [False] * (
+        len(make_chunks(dealt, 2)) - 1
+    )
+    # Labs that nbval ran are pages as others.
+    monkeypatch.setenv("EXECUTED_LABS", "somewhere")
+    reading._deal(app, None, dealt)
+    assert dealt[: len(labs)] != labs
 
 
 @pytest.mark.parametrize("jobs", [1, 4])

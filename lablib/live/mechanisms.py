@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from lablib.calc.communication import ring_states
 from lablib.calc.parallel import ORDERS, TimedUnit, data_parallel_step, ring_work, token_owners
 from lablib.calc.schedules import Timeline
+from lablib.live.pipeline import KINDS, LEFT, ROW
 from lablib.live.steps import Piece, Place, stepped
 from lablib.live.svg import WIDTH, legend, rect, text
 
@@ -83,34 +84,29 @@ def ring_all_reduce(ranks: int = 4) -> str:
     return stepped(still, pieces, [start, *sentences], height=end, alt=alt, first=half)
 
 
-#: What a box of a schedule is drawn in.
-KINDS = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weight"}
-_LEFT, _ROW = 54.0, 18.0
-
-
 def schedules(timelines: Mapping[str, Timeline]) -> str:
     """Return schedules over time under one play head, and beside each rank what it holds then."""
     right = WIDTH - 96.0
     longest = max(timeline.makespan for timeline in timelines.values())
-    scale = (right - _LEFT) / longest
+    scale = (right - LEFT) / longest
     most = max(held for timeline in timelines.values() for held in timeline.peak_in_flight)
     times = sorted({0.0, *(e for t in timelines.values() for event in t.events for e in (event.start, event.end))})
     still, pieces, y, ends = [], [], 0.0, []
     for name, timeline in timelines.items():
         still += [text(0, y + 12, name, bold=True), text(right + 8, y + 12, "holds", bold=True)]
         for rank, events in enumerate(timeline.ranks):
-            top = y + 20 + rank * (_ROW + 3)
-            still += [text(_LEFT - 6, top + 13, f"rank {rank}", anchor="end")]
-            still.append(rect(_LEFT, top, timeline.makespan * scale, _ROW, "idle", pale=True))
+            top = y + 20 + rank * (ROW + 3)
+            still += [text(LEFT - 6, top + 13, f"rank {rank}", anchor="end")]
+            still.append(rect(LEFT, top, timeline.makespan * scale, ROW, "idle", pale=True))
             for event in events:
                 part = event.action.parts[0]
-                x, wide = _LEFT + event.start * scale, (event.end - event.start) * scale
-                still.append(rect(x, top, wide - 0.6, _ROW, KINDS[part.kind]))
+                x, wide = LEFT + event.start * scale, (event.end - event.start) * scale
+                still.append(rect(x, top, wide - 0.6, ROW, KINDS[part.kind]))
                 if wide >= 12:
                     still.append(text(x + wide / 2, top + 13, str(part.microbatch), anchor="middle", white=True))
             held = [_at(timeline.held[rank], when) for when in times]
             at = [(right + 8, top, 60 * value / most, 1) if value else None for value in held]
-            pieces.append(Piece(shape=rect(0, 0, 1, _ROW, "activations"), at=at))
+            pieces.append(Piece(shape=rect(0, 0, 1, ROW, "activations"), at=at))
             for value in dict.fromkeys(held):
                 steps = [step for step, one in enumerate(held) if one == value]
                 pieces.append(
@@ -120,9 +116,9 @@ def schedules(timelines: Mapping[str, Timeline]) -> str:
                     )
                 )
         ends.append(y + 20)
-        y += 28 + len(timeline.ranks) * (_ROW + 3)
+        y += 28 + len(timeline.ranks) * (ROW + 3)
         head = rect(0, 0, 2, y - ends[-1] - 8, "", outline=2.5)
-        pieces.append(Piece(shape=head, at=[(_LEFT + when * scale, ends[-1] - 3) for when in times]))
+        pieces.append(Piece(shape=head, at=[(LEFT + when * scale, ends[-1] - 3) for when in times]))
     kinds = {part.kind for t in timelines.values() for event in t.events for part in event.action.parts}
     names, y = legend([words for kind, words in KINDS.items() if kind in kinds] + ["activations", "idle"], top=y)
     sentences = [_schedule_words(timelines, when) for when in times]

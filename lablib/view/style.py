@@ -196,3 +196,16 @@ def show_steps(markup: str, *, caption: str) -> None:
     display(
         _Page(f'<figure class="house-figure">{markup}<figcaption>{html.escape(caption)}</figcaption></figure>', caption)
     )
+
+
+def table(head: Sequence[object], *rows: Sequence[object], left: int = 1) -> str:
+    """Return a table in Markdown; its first `left` columns begin at the left, the others end at the right."""
+    rule = ["---" if column < left else "---:" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (head, rule, *rows))
+
+
+def show_table(head: Sequence[object], *rows: Sequence[object], left: int = 1) -> None:
+    """Show a table, as `table` returns it."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(table(head, *rows, left=left)))
