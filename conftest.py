@@ -11,6 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.scripts import load
+
 ROOT = Path(__file__).parent
 
 
@@ -18,7 +20,10 @@ def pytest_configure(config):
     """Begin in a known state, in every worker of xdist too; keep what labs write apart from a learner's results."""
     known_state()
     os.environ.setdefault("LABLIB_EXPERIMENTS", str(ROOT / "_build" / "experiments"))
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        # Workers start kernels beside each other: those of the labs, and those of tests.
+        config.add_cleanup(load("tools/kernel_sockets.py").talk_through_files().cleanup)
+    else:
         config.stash[_BEFORE] = _files_of_labs()
 
 

@@ -39,6 +39,7 @@ from lablib.launch.gpu_step import (
 )
 from lablib.launch.measure import LiveBytes
 from lablib.launch.records import experiments
+from lablib.view.style import table
 from tests.caching_allocator import MIB, OutOfMemory, Simulated, snapshot
 from tests.evidence.__main__ import app as evidence
 from tests.evidence.cases import Case
@@ -289,10 +290,9 @@ def house(tmp_path, monkeypatch):
 def page_section():
     """The function of the page that says what a record says."""
     page = (Path(__file__).resolve().parents[1] / "book" / "memory_calculator.md").read_text(encoding="utf-8")
-    names = {"gpu_rows": gpu_rows, "GPU_HEADS": GPU_HEADS}
-    for name in ("table", "gpu_section"):
-        (code,) = re.findall(rf"^def {name}\(.*?(?=^\S|\Z)", page, re.M | re.S)
-        exec(code, names)
+    names = {"gpu_rows": gpu_rows, "GPU_HEADS": GPU_HEADS, "table": table}
+    (code,) = re.findall(r"^def gpu_section\(.*?(?=^\S|\Z)", page, re.M | re.S)
+    exec(code, names)
     return names["gpu_section"]
 
 

@@ -339,7 +339,7 @@ def test_the_planner_explorer_lists_what_rung_plan_lists_and_saves_what_it_expor
     degrees = [f"{n}. tp={row['tp']} cp={row['cp']} pp={row['pp']} dp={row['dp']} " for n, row in enumerate(rows, 1)]
     shown = [shape.text or "" for shape in ElementTree.fromstring(answer["picture"])]
     places = [next(n for n, words in enumerate(shown) if words.startswith(name)) for name in degrees]
-    behind = next((n for n, words in enumerate(shown) if words == "Behind them"), len(shown))
+    behind = next((n for n, words in enumerate(shown) if words == explore_planner.BEHIND), len(shown))
     assert [place < behind for place in places] == [row["ties"] for row in rows]
     assert numbers["ties"] == sum(row["ties"] for row in rows) == ties
     said = PLANNER.reply(**PLANNER.state(asked))
@@ -351,7 +351,7 @@ def test_the_planner_explorer_lists_what_rung_plan_lists_and_saves_what_it_expor
         degrees = [word for each in ("tp", "cp", "pp") for word in (f"--{each}", str(chosen[each]))]
         ran = CliRunner().invoke(rung, [*words[1:], *degrees, "--export", name])
         assert (ran.stdout in texts) == (ran.exit_code == 0)
-    assert len(texts) == numbers["files"] == len(EXPORTERS) - answer["table"].count("<td>none: ")
+    assert len(texts) == numbers["files"] == len(EXPORTERS) - answer["table"].count("<td>no file: ")
 
 
 def test_the_cluster_explorer_draws_the_peak():

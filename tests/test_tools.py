@@ -1,5 +1,6 @@
 """The Makefile's helpers: answers survive, a busy port is explained, a failing stage fails, a lab's run is its own."""
 
+import inspect
 import json
 import os
 import re
@@ -262,10 +263,11 @@ def test_pages_are_read_together_and_no_two_kernels_share_an_address(jobs, monke
     import jupyter_book.sphinx
     from jupyter_client import AsyncKernelManager, KernelManager
 
+    monkeypatch.syspath_prepend(ROOT / "tools")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other people's packages, while they are loaded
         tool, seen = load("tools/build_site.py"), []
-    monkeypatch.setattr(KernelManager, "__init__", KernelManager.__init__)  # put back at the end
+    monkeypatch.setattr(KernelManager, "__init__", inspect.unwrap(KernelManager.__init__))
     monkeypatch.setattr(jupyter_book.sphinx, "build_sphinx", lambda *_, jobs: seen.append(jobs))
 
     def command(words):

@@ -6,12 +6,10 @@ Sphinx reads and writes pages in parallel, and Jupyter Book can hand the number 
 import contextlib
 import functools
 import sys
-import tempfile
-import uuid
 
 from jupyter_book import sphinx
 from jupyter_book.cli.main import main
-from jupyter_client import KernelManager
+from kernel_sockets import talk_through_files
 
 
 def build(jobs: int, options: list[str]) -> None:
@@ -25,27 +23,8 @@ def build(jobs: int, options: list[str]) -> None:
     sphinx.build_sphinx = functools.partial(sphinx.build_sphinx, jobs=jobs)
     with contextlib.ExitStack() as stack:
         if jobs > 1:
-            # The path of a socket has 104 characters at most: not every TMPDIR and not every home is short enough.
-            folder = tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp")
-            _talk_through_files(stack.enter_context(folder))
+            stack.enter_context(talk_through_files())
         main(["build", *options])
-
-
-def _talk_through_files(folder: str) -> None:
-    """Let kernels be reached by sockets in a folder.
-
-    By default a kernel gets numbers of ports that were free a moment ago. Of several kernels that start in the same
-    moment, two may get the same number, and one does not start.
-
-    Args:
-        folder: Where the sockets shall be.
-    """
-    start = KernelManager.__init__
-
-    def through_files(self: KernelManager, *args: object, **kwargs: object) -> None:
-        start(self, *args, **{"transport": "ipc", "ip": f"{folder}/{uuid.uuid4().hex}", **kwargs})
-
-    KernelManager.__init__ = through_files
 
 
 if __name__ == "__main__":

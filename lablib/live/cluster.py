@@ -269,7 +269,8 @@ def _caption(
     room = f"{left:,.1f} GB {'to spare' if found.room >= 0 else 'too much'}"
     return (
         f"{result.load.model.name} on {machine.gpus:,} {machine.gpu.name} as {_degrees(layout)}: {found.word}, {room}. "
-        f"A GPU is fullest, {found.peak / GB:,.1f} GB, at {one.peak.at}. A step {'takes' if found.room >= 0 else 'would take'} "
+        f"A GPU is fullest, {found.peak / GB:,.1f} GB, at {one.peak.at}. A step of "
+        f"{format_count(result.load.global_batch * result.load.seq)} tokens {'takes' if found.room >= 0 else 'would take'} "
         f"{seconds_text(one.step)}{between_text(ends, seconds_text)}, "
         f"and 1B tokens ${costs[1]:,.0f}{between_text((costs[0], costs[2]), '${:,.0f}'.format)} at ${hour:,.2f} an hour."
     )
@@ -305,9 +306,9 @@ def _table(
         PART_NAMES[name]: ("", seconds_text(value)) for name, value in one.seconds.items() if value > 0.002 * one.step
     }
     seconds["in all, predicted"] = ("", seconds_text(one.step))
-    known = "nine in ten runs on such GPUs are between"
+    known = "as near were nine in ten measured runs on such GPUs"
     if ends[0] < ends[1]:
-        seconds[known] = ("", f"{seconds_text(ends[0])} and {seconds_text(ends[1])}")
+        seconds[known] = ("", f"{seconds_text(ends[0])} to {seconds_text(ends[1])}")
     else:
         seconds["interval"] = ("", "none: no run on such GPUs was measured")
     tokens = load.global_batch * load.seq

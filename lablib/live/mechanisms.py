@@ -152,7 +152,7 @@ def gather_release(ranks: int = 4) -> str:
     bars.sort(key=lambda bar: bar.start)
     count, column = len(bars) + 1, WIDTH / ranks
     wide, tall = (column - 16) / ranks, 24.0
-    still, pieces, sentences = [], [], ["Each rank holds its shard of A and its shard of B, and nothing else."]
+    still, pieces, sentences = [], [], ["Each rank holds its shard of A and its shard of B, and no whole weights."]
 
     def spot(rank: int, part: int, row: int) -> tuple[float, float]:
         return rank * column + 8 + part * wide, 22 + row * (tall + 6)
@@ -164,7 +164,7 @@ def gather_release(ranks: int = 4) -> str:
         "gather": "All-gather of {0}: each rank sends its shard to the others, and all hold {0} whole.",
         "forward": "Forward of {0}; then its other {1} parts are freed.",
         "backward": "Backward of {0} makes whole gradients on every rank; the other {1} parts of its weights are freed.",
-        "scatter": "Reduce-scatter of {0}'s gradients: each rank keeps the sum of its own part.",
+        "scatter": "Reduce-scatter of {0}'s gradients: each rank keeps the mean of its own part.",
     }
     for step, bar in enumerate(bars, start=1):
         again = bar.kind == "gather" and bool(there[bar.unit])

@@ -22,7 +22,7 @@ STAGES_INSIDE = "tp-cp-ep-pp-dp"
 ORDERS = {
     "tp-cp-ep-dp-pp": "tp-cp-dp-pp: Megatron-LM, torchtitan",
     STAGES_INSIDE: "tp-cp-pp-dp: Llama 3, Megatron-LM with --use-tp-pp-dp-mapping",
-    "pp-dp-ep-cp-tp": "pp-dp-cp-tp: tp slowest, in no framework",
+    "pp-dp-ep-cp-tp": "pp-dp-cp-tp: tp slowest, no framework's default",
 }
 DEAL = {"contiguous": "neighbours: Megatron-LM", "interleaved": "every dp-th: DistributedSampler"}
 CUT = {"zigzag": "zigzag: a chunk from each end", "contiguous": "contiguous"}
@@ -32,10 +32,10 @@ GROUPS = {
     "cp": "other tokens of its samples",
     "dp": "other samples",
     "pp": "other layers",
-    "dp x cp": "its gradients are summed over",
+    "dp x cp": "its gradients are summed over, but for experts",
     "etp": "other parts of its experts",
     "ep": "other experts",
-    "edp": "the same experts",
+    "edp": "the same experts, whose gradients are summed over",
 }
 COLUMNS, PAD, APART, LINE, BATCH = 8, 3.0, 6.0, 14.0, 56.0
 
@@ -106,7 +106,13 @@ def _holds(mine: Holding) -> dict[str, str]:
     ends = " and the embedding" * mine.embedding + " and the output head" * mine.head
     found = {"dp": some("sample", *mine.samples), "cp": f"of each {some('token', *mine.tokens)}"}
     found |= {"pp": some("layer", mine.layers) + ends, "tp": some("query head", mine.heads)}
-    return found | ({"ep": some("expert", mine.experts)} if mine.experts else {})
+    return found | ({"ep": _part(mine) + some("expert", mine.experts)} if mine.experts else {})
+
+
+def _part(mine: Holding) -> str:
+    """Return which part a rank has of each of its experts, where they are split."""
+    split = len(mine.groups.get("etp", [0]))
+    return f"1/{split} of " if split > 1 else ""
 
 
 def _picture(model: ModelConfig, ranks: Mesh, held: list[Holding], words: list[str], rank: int, seq: int) -> str:
@@ -172,7 +178,8 @@ def _strips(model: ModelConfig, ranks: Mesh, mine: Holding, seq: int, top: float
         part = getattr(mine, name)
         shapes.append(rect(left + long * part.start / whole, y, long * len(part) / whole, 14, axis))
         shapes += [text(left - 6, y + 12, name, anchor="end"), rect(left, y, long, 14, "", outline=0.8)]
-        shapes.append(text(left + long + 6, y + 12, f"{len(part)} of {whole}"))
+        split = _part(mine) if name == "experts" and part else ""
+        shapes.append(text(left + long + 6, y + 12, f"{split}{len(part)}" if split else f"{len(part)} of {whole}"))
         y += 20
     return shapes, y
 
@@ -188,6 +195,8 @@ def _table(ranks: Mesh, mine: Holding, rank: int, state: dict[str, Value]) -> st
     tp, cp, dp, pp = map(ranks.size, ("tp", "cp", "dp", "pp"))
     groups, readers = {}, _listed(ranks.group(rank, "tp", "cp", "pp"))
     for name, group in ((name, mine.groups[name]) for name in GROUPS if len(mine.groups.get(name, [])) > 1):
+        if name in ("etp", "ep", "edp") and not mine.experts:
+            continue  # its stage has dense layers only
         nodes = ranks.nodes_of(group)
         where = f"{_listed(group)}; node{'s' * (len(nodes) > 1)} {_listed(nodes)}"
         groups[f"{name}: {GROUPS[name]}"] = (name if name in COLORS else "", where)

@@ -154,7 +154,7 @@ def _caption(timeline: Timeline) -> str:
     return (
         f"{made.name} on {plural(len(made.ranks), 'rank')} with {made.num_microbatches} micro-batch{'es' * (made.num_microbatches > 1)} "
         f"takes {timeline.makespan:.4g} times a forward of one rank. Idle over ideal time is {timeline.bubble_over_ideal:.1%}, idle over total time "
-        f"{timeline.bubble_over_total:.1%}; the fullest rank holds {most:.3g} micro-batches."
+        f"{timeline.bubble_over_total:.1%}; the fullest rank holds {most:.3g} micro-batch{'es' * (most != 1)}."
     )
 
 

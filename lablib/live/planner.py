@@ -19,6 +19,7 @@ from lablib.live.explorer import Answer, Control, Explorer, Value, number_option
 from lablib.live.svg import WIDTH, Bar, bars, legend, line, picture, rect, text
 
 LISTED = 5
+BEHIND = "Predicted slower by more"
 #: What a reader's framework may not have.
 AXES = {
     "all": ("all that there are", {}),
@@ -79,7 +80,7 @@ def explore(**state: Value) -> Answer:
     listed = result.listed(LISTED)
     ties = [result.ties(one) for one in listed]
     chosen = listed[state["which"] - 1]
-    exports, said = _exports(state, chosen.layout)
+    exports, said = _exports(result, state, chosen.layout)
     numbers = {"listed": len(listed), "ties": sum(ties), "files": len(exports)}
     for place, one in enumerate(listed, 1):
         low, high = _ends(result, one)
@@ -109,7 +110,9 @@ def degrees(layout: Layout) -> dict[str, int]:
     return {name: value for name in names if (value := getattr(layout, name)) is not None}
 
 
-def _exports(state: dict[str, Value], layout: Layout) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+def _exports(
+    result: Plan, state: dict[str, Value], layout: Layout
+) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """The texts of the frameworks that can run such a layout, and for each framework what its file is, or why it has none."""
     texts, said = {}, {}
     model, settings = read_model(state["model"], state["config"]), job(**state) | degrees(layout)
@@ -117,10 +120,12 @@ def _exports(state: dict[str, Value], layout: Layout) -> tuple[dict[str, str], d
         try:
             done = export_plan(model, name, **settings)
         except ValueError as error:
-            said[name] = "", f"none: {error}"
+            said[name] = "", f"no file: {error}"
         else:
             texts[name] = done.text
-            said[name] = "", f"{done.candidate.layout}, {seconds_text(done.candidate.step)} a step"
+            cost = _price(result, done.candidate, state)
+            words = f"{done.candidate.layout}, {seconds_text(done.candidate.step)} a step, ${cost:,.0f} for 1B tokens"
+            said[name] = "", words
     return texts, said
 
 
@@ -158,11 +163,11 @@ def _picture(result: Plan, listed: list[Candidate], ties: list[bool], which: int
     limit, memory, room = result.capacity / GB, 232.0, 108.0
     longest = max(_ends(result, one)[1] for one in listed)
     shapes, y, alt = [], 12.0, []
-    for tied, title in ((True, "A tie: none is ahead of these"), (False, "Behind them")):
+    for tied, title in ((True, f"A tie: predicted within {APART:.0%}"), (False, BEHIND)):
         rows = [(place, one) for place, (one, tie) in enumerate(zip(listed, ties, strict=True), 1) if tie == tied]
         if not rows:
             continue
-        title = title if len(rows) > 1 or not tied else "First: all others are behind it"
+        title = title if len(rows) > 1 or not tied else "First: all others are predicted slower by more"
         shapes += [text(0, y, title, bold=True), text(memory, y, f"GB of {limit:.1f}", bold=True)]
         top = y + 8
         for place, one in rows:
@@ -201,10 +206,16 @@ def _caption(result: Plan, listed: list[Candidate], ties: list[bool]) -> str:
     )
     if others:
         words += (
-            f"Of the {len(listed)} listed {'another ties' if others == 1 else f'{others} others tie'} with it: no layout is ahead of "
-            f"them by more than {APART:.0%}, half of all errors in comparing layouts. "
+            f"Of the {len(listed)} listed {'another ties' if others == 1 else f'{others} others tie'} with it: none is predicted ahead "
+            f"of them by more than {APART:.0%}, the median error in comparing two layouts, so they count as equal. "
         )
     return words + (f"Second: {reason_against(first, listed[1])}" if listed[1:] else "It is the only one that fits.")
+
+
+def _price(result: Plan, one: Candidate, state: dict[str, Value]) -> float:
+    """Return the dollars of 1B tokens."""
+    tokens = result.load.global_batch * result.load.seq
+    return one.step / 3600 * state["gpus"] * state["price"] / 100 * 1e9 / tokens
 
 
 def _table(
@@ -212,11 +223,11 @@ def _table(
     files: dict[str, dict[str, tuple[str, str]]],
 ) -> str:  # fmt: skip
     groups: dict[str, dict[str, tuple[str, str]]] = {}
-    tokens = result.load.global_batch * result.load.seq
     for place, (one, tie) in enumerate(zip(listed, ties, strict=True), 1):
-        cost = one.step / 3600 * state["gpus"] * state["price"] / 100 * 1e9 / tokens
         words = f"{seconds_text(one.step)}{between_text(_ends(result, one), seconds_text)}, {result.mfu(one):.0%} MFU, "
-        words += f"{one.total_memory / GB:.1f} GB{'?' * bool(one.peak.unproven)}, ${cost:,.0f} for 1B tokens"
+        words += f"{one.total_memory / GB:.1f} GB{'?' * bool(one.peak.unproven)}, ${_price(result, one, state):,.0f} for 1B tokens"
+        if took := result.like(one).took:
+            words += f"; runs like it took {took[0]:.2f} to {took[1]:.2f} times what is predicted"
         groups.setdefault("A tie" if tie else "Behind", {})[f"{place}. {one.layout}"] = "", words
     notes = {
         "a tie": (
@@ -224,6 +235,11 @@ def _table(
             "the first is one that measured runs are like, then the one with the least cp, the fewest axes, most room",
         ),
         "the interval": ("", result.like(listed[0]).between(listed[0].step)),
+        "seconds of files": (
+            "",
+            "a file is counted with its framework's kernels and memory, the list with those of papers: compare files with files",
+        ),
+        "no file": ("", "a framework may run the layout for which this course cannot count its memory"),
         "? after GB": ("", "nobody judged such a peak, and it leaves a share of itself free too"),
         "MFU": ("", "all pairs of attention counted"),
     }

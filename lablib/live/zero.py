@@ -45,10 +45,12 @@ MODELS = (
 )
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-UNITS = (1, 2, 4, 8, 16, 32)
-OVERLAP = {1: "as soon as it can", 0: "one after the other"}
+#: More units than any model has blocks: each block is one, as FSDP2 is used.
+EACH = 1000
+UNITS = ((1, "1"), (2, "2"), (4, "4"), (8, "8"), (16, "16"), (32, "32"), (EACH, "a block each"))
+OVERLAP = {1: "beside computation", 0: "after it"}
 #: Units times micro-batches, of which the picture can still be read.
-MOST = 64
+MOST = 128
 #: No job is larger than this: where so many ranks do not help, no number does.
 MAX_RANKS = 2**24
 LEFT, RIGHT = 46.0, WIDTH - 14.0
@@ -114,7 +116,7 @@ def run(model: str, ranks: int, stage: int, overlap: int, tokens: int, micro_bat
     zero, params = min(stage, 3), count_params(config).total
     link = cluster(device, gpus=ranks, **node_settings(device, ranks)).bandwidth(ranks)
     timed = timed_units(
-        config, units=units, tokens=tokens, ranks=ranks, flops=reached / 100 * gpu.peak("bf16"), bandwidth=link,
+        config, units=min(units, config.num_layers), tokens=tokens, ranks=ranks, flops=reached / 100 * gpu.peak("bf16"), bandwidth=link,
         latency=latency / 1e6,
     )  # fmt: skip
     held = state_terms(params, ranks, zero)
@@ -147,6 +149,8 @@ def explore(**state: Value) -> Answer:
         "params": max_params(gpu.usable_bytes, state["ranks"], zero),
     }
     chosen = runs[state["stage"]]
+    # Whether a job fits is asked of it as it is run, and not as it is drawn.
+    blocks = chosen if state["units"] == EACH else run(**state | {"units": EACH})
     numbers = {name: size for name, size in chosen.held.items() if size}
     for stage, each in runs.items():
         numbers |= {f"held_{stage}": sum(each.held.values()), f"sent_{stage}": round(each.sent)}
@@ -154,10 +158,15 @@ def explore(**state: Value) -> Answer:
         numbers[f"exposed_us_{stage}"] = round(1e6 * each.step.exposed)
     return Answer(
         picture=_picture(chosen, state, gpu),
-        caption=_caption(chosen, runs[0], state, gpu),
+        caption=_caption(chosen, blocks, runs[0], state, gpu),
         table=_table(runs, state["stage"], ends),
         call=_call(state),
-        numbers=numbers | {"least_ranks": ends["ranks"] or 0, "largest_params": ends["params"]},
+        numbers=numbers
+        | {
+            "peak_blocks": round(1e9 * blocks.peak),
+            "least_ranks": ends["ranks"] or 0,
+            "largest_params": ends["params"],
+        },
     )
 
 
@@ -166,7 +175,9 @@ def limits(model: str, micro_batches: int, **others: Value) -> dict[str, tuple[i
     layers, room = preset(model).num_layers, MOST // micro_batches
     if room < layers:
         return {"units": (room, f"the most that can be drawn with {micro_batches} micro-batches")}
-    return {"units": (layers, f"{model} has {layers} layers")}
+    if others["units"] < EACH:
+        return {"units": (layers, f"{model} has {layers} layers")}
+    return {}
 
 
 def _size(value: float) -> str:
@@ -250,9 +261,10 @@ def _words(chosen: Run, start: float, end: float, what: str) -> str:
     )
 
 
-def _caption(chosen: Run, ddp: Run, state: dict[str, Value], gpu: Accelerator) -> str:
+def _caption(chosen: Run, blocks: Run, ddp: Run, state: dict[str, Value], gpu: Accelerator) -> str:
     step, on = chosen.step, f"{state['ranks']:,} ranks" if state["ranks"] > 1 else "1 rank"
-    fits = verdict(round(1e9 * chosen.peak), gpu, reserve=0).word  # what a run leaves free is asked of its whole peak
+    fits = verdict(round(1e9 * blocks.peak), gpu, reserve=0).word  # what a run leaves free is asked of its whole peak
+    each = "" if blocks.peak == chosen.peak else f" in these units, {_size(blocks.peak)} with a block each,"
     times = chosen.sent / ddp.sent if ddp.sent else 1.0
     against = (
         ""
@@ -263,8 +275,8 @@ def _caption(chosen: Run, ddp: Run, state: dict[str, Value], gpu: Accelerator) -
     )
     return (
         f"{state['model']} on {on}, {STAGES[state['stage']]}: a step takes {_time(step.seconds)}, of which the device waits "
-        f"{_time(step.exposed)}. A rank holds at most {_size(chosen.peak)} and sends {_size(chosen.sent / GB)}{against}. "
-        f"It {fits} on one {gpu.name}, before activations."
+        f"{_time(step.exposed)}. A rank holds at most {_size(chosen.peak)}{each} and sends {_size(chosen.sent / GB)}{against}. "
+        f"It {fits} on one {gpu.name}, {'' if fits == 'fits' else 'even '}before activations and temporaries of the optimizer."
     )
 
 
@@ -291,7 +303,8 @@ def _table(runs: dict[int, Run], stage: int, ends: dict[str, int | None]) -> str
 
 
 def _call(state: dict[str, Value]) -> str:
-    settings = ", ".join(f"{name}={value!r}" for name, value in state.items())
+    units = min(state["units"], preset(state["model"]).num_layers)
+    settings = ", ".join(f"{name}={value!r}" for name, value in (state | {"units": units}).items())
     return (
         "from lablib.live.zero import run\n\n"
         f"found = run({settings})\n"
@@ -306,15 +319,13 @@ EXPLORER = Explorer(
         Control(name="model", label="model", options=model_options(MODELS), first="llama-3-8b"),
         Control(name="ranks", label="ranks", options=number_options(RANKS), first=64, slider=True),
         Control(name="stage", label="stage", options=tuple(STAGES.items()), first=3),
-        Control(name="overlap", label="messages leave", options=tuple(OVERLAP.items()), first=1),
+        Control(name="overlap", label="messages run", options=tuple(OVERLAP.items()), first=1),
         Control(name="tokens", label="tokens of a rank", options=number_options(TOKENS), first=1024, slider=True),
         Control(
             name="micro_batches", label="micro-batches", options=number_options((1, 2, 4, 8)), first=1, slider=True
         ),
         Control(name="device", label="GPU", options=device_options(clustered=True), first="h100"),
-        Control(
-            name="units", label="units beside the root", options=number_options(UNITS), first=8, slider=True, fold=True
-        ),
+        Control(name="units", label="units beside the root", options=UNITS, first=EACH, slider=True, fold=True),
         Control(
             name="reached",
             label="of the GPU's peak, reached",

@@ -83,6 +83,7 @@ def _said(job: ExportJob, recipe: str) -> list[str]:
         f"{counted(job, recipe)}.",
         f"Read by the parser of {PROVEN}.",
         f"In the script: sequences of {job.seq} tokens.",
+        "Yours: the learning rate, its warmup, and total_num_steps, after which the rate is zero.",
     ]
     if job.layout.recompute == "full":
         found.append("In the script: model.gradient_checkpointing_enable().")
