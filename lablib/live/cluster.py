@@ -311,6 +311,8 @@ def _table(
         seconds[known] = ("", f"{seconds_text(ends[0])} to {seconds_text(ends[1])}")
     else:
         seconds["interval"] = ("", "none: no run on such GPUs was measured")
+    took = result.like(one).took
+    seconds["runs like it"] = ("", f"took {took[0]:.2f} to {took[1]:.2f} times that" if took else "none was measured")
     tokens = load.global_batch * load.seq
     money = {
         f"{result.cluster.gpus:,} GPUs": ("", f"${hour:,.2f} an hour"),

@@ -19,6 +19,8 @@ from lablib.live.explorer import Answer, Control, Explorer, Value, number_option
 from lablib.live.svg import WIDTH, Bar, bars, legend, line, picture, rect, text
 
 LISTED = 5
+#: MFU below which GPUs are for nothing, whatever comes first.
+TOO_SMALL = 0.02
 BEHIND = "Predicted slower by more"
 #: What a reader's framework may not have.
 AXES = {
@@ -204,6 +206,8 @@ def _caption(result: Plan, listed: list[Candidate], ties: list[bool]) -> str:
         f"{result.load.model.name} on {machine.gpus:,} {machine.gpu.name}: {first.layout} comes first, "
         f"{seconds_text(first.step)} a step{between_text(_ends(result, first), seconds_text)}. "
     )
+    if result.mfu(first) < TOO_SMALL:
+        words += f"This job is too small for so many GPUs, which compute for less than {TOO_SMALL:.0%} of the step. "
     if others:
         words += (
             f"Of the {len(listed)} listed {'another ties' if others == 1 else f'{others} others tie'} with it: none is predicted ahead "
