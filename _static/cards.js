@@ -10,7 +10,7 @@
   card.id = "card";
   card.className = "card-of-link bd-content";
   card.hidden = true;
-  let link, timer;
+  let link, timer, pointed; // pointed: what is awaited is the pointer's
 
   /** The page that a link leads to: this one, or one that is fetched once. */
   function page(url) {
@@ -86,21 +86,22 @@
     if (link === of) place();
   }
 
-  const soon = (what, pause) => {
+  const soon = (what, pause, event) => {
     clearTimeout(timer);
+    pointed = event.type === "pointerover";
     timer = setTimeout(what, pause);
   };
   document.addEventListener("pointerover", (event) => {
     const over = event.target.closest(LINKS);
     if (event.pointerType === "touch") return;
-    if (over) soon(() => open(over), OPEN_MS);
+    if (over) soon(() => open(over), OPEN_MS, event);
     else if (card.contains(event.target)) clearTimeout(timer);
-    else if (link && !link.matches(":focus-visible")) soon(close, CLOSE_MS);
-    else clearTimeout(timer);
+    else if (link && !link.matches(":focus-visible")) soon(close, CLOSE_MS, event);
+    else if (pointed) clearTimeout(timer); // a page that scrolls to what has the focus moves under the pointer
   });
   document.addEventListener("focusin", (event) => {
     const on = event.target.closest(LINKS);
-    if (on?.matches(":focus-visible")) soon(() => open(on), OPEN_MS);
+    if (on?.matches(":focus-visible")) soon(() => open(on), OPEN_MS, event);
     else if (link) close();
   });
   document.addEventListener("keydown", (event) => event.key === "Escape" && close());

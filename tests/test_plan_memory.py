@@ -277,3 +277,25 @@ def test_where_nothing_fits_fit_is_pointed_to() -> None:
 
 def small(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, num_layers=layers, hidden=64, num_heads=4, num_kv_heads=4, ffn=96, vocab=300, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("model", "job"),
+    [
+        # In a pipeline of 8 two micro-batches are through forward before a backward has made gradients.
+        (
+            "gpt3-175b",
+            {"gpus": 4096, "gpu": "a100-40gb", "seq": 2048, "global_batch": 1024, "recipe_": "pure-bf16", "tp": 4, "pp": 8,
+             "optimizer": "adamw-8bit", "zero": 1, "micro_batch": 4, "recompute": "selective", "schedule": "1f1b"},
+        ),
+        # The optimizer's fp32 copy of the gradients is not there before it steps.
+        (
+            "mixtral-8x7b",
+            {"gpus": 4, "gpu": "gb300", "seq": 65536, "global_batch": 64, "recipe_": "megatron-fp16", "tp": 4, "pp": 1,
+             "optimizer": "sgd-momentum", "zero": 0, "micro_batch": 1, "recompute": "none"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_that_fits_is_not_dropped_for_what_is_not_there_when_forward_ends(model: str, job: dict) -> None:
+    found = plan(model, **job)
+    assert found.best.peak.needs <= found.capacity

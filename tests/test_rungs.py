@@ -158,7 +158,7 @@ def test_the_worked_layouts_run_and_their_comments_are_true(solutions):
 
     def states(layout):
         sums = layout_memory(workload_of_run(CASES["gpt-76b"].run), layout)
-        return round(sum(sums[term] for term in ("weights", "gradients", "optimizer")) / 1e9)
+        return round(sum(sums[term] for term in ("weights", "gradients", "optimizer", "gradient_copy")) / 1e9)
 
     assert states(replace(judged["gpt-76b"].layout, zero=0)) == 49
     assert states(judged["gpt-76b"].layout) == 11

@@ -22,6 +22,7 @@ TERMS = (
     "weights",
     "gradients",
     "optimizer",
+    "gradient_copy",
     "activations",
     "gathered_weights",
     "communication_buckets",
@@ -30,7 +31,11 @@ TERMS = (
 BUCKET = 25 * MiB
 PREFETCH = 1
 #: What is not on the GPU.
-ON_CPU = {"none": (), "optimizer": ("optimizer",), "gradients": ("gradients", "optimizer")}
+ON_CPU = {
+    "none": (),
+    "optimizer": ("optimizer", "gradient_copy"),
+    "gradients": ("gradients", "optimizer", "gradient_copy"),
+}
 ON_CPU["parameters"] = ("weights", *ON_CPU["gradients"])
 
 
@@ -71,7 +76,8 @@ def _states(load: Workload, layout: Layout, stage: int, zero: int) -> dict[str, 
         terms["weights"] += stored // 2 if training.tuning == "qlora" else stored * dtypes.weights
         terms["gradients"] += (own if zero >= 2 else updated) * (dtypes.gradients + dtypes.accumulation)
         held = own if zero else updated
-        terms["optimizer"] += held * (dtypes.gradient_copy + dtypes.master)
+        terms["optimizer"] += held * dtypes.master
+        terms["gradient_copy"] += held * dtypes.gradient_copy
         terms["optimizer"] += sum(training.optimizer.moment_bytes(held, dtypes.moment).values())
     terms |= dict.fromkeys(ON_CPU[training.offload], 0)
     # One rank alone gathers and sends nothing, but for a copy in another dtype.

@@ -720,12 +720,14 @@ class Search:
     def _add_stage(self, number: int, layout: Layout, modes: list[str], kept: dict[str, list[int]]) -> None:
         """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
-        A rank holds weights, optimizer and activations at one instant: when its last forward has ended. With a second
-        micro-batch the gradients of the first are there, and with ZeRO-2 under FSDP2 the gathered weights.
+        A rank holds weights, optimizer and activations at one instant: when its last forward has ended. If a backward came
+        before it, gradients are there, and with ZeRO-2 under FSDP2 the gathered weights. In a pipeline the first rank has
+        p forwards before its first backward, and with v stages a rank m v > (v + 1) p - 1, which m > 2p makes sure.
         """
         found = self._found
         terms = ["weights", "optimizer"]
-        if layout.num_microbatches(self.load.global_batch) > 1 and layout.schedule != "gpipe":
+        before = 1 if layout.pp == 1 else 2 * layout.pp
+        if layout.num_microbatches(self.load.global_batch) > before and layout.schedule != "gpipe":
             terms.append("gradients")
         if layout.zero == 2:
             terms.append("gathered_weights")
