@@ -97,6 +97,7 @@ def shown(function, *args, **kwargs):
         ("judges a mistake right", guess, [16.0], {"why": "So.", "mistakes": {15: "no master copy."}}),
         ("cannot tell the mistakes at", guess, [16.0], {"why": "So.", "mistakes": {4.0: "one.", 4.1: "other."}}),
         ("has no reason", guess, [16.0], {}),
+        ("a reader types", guess, [16.0], {"why": "So.", "unit": "percent"}),
         ("has no choice 'a fifth'", guess, ["a fifth"], {"choices": HALF}),
         ("has too few choices", question, ["a half", HALF], {}),
         ("has a choice without its reason", question, ["a half", HALF | {"a fourth": ""}], {}),

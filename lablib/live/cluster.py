@@ -306,7 +306,7 @@ def _table(
         PART_NAMES[name]: ("", seconds_text(value)) for name, value in one.seconds.items() if value > 0.002 * one.step
     }
     seconds["in all, predicted"] = ("", seconds_text(one.step))
-    known = "as near were nine in ten measured runs on such GPUs"
+    known = "interval, right for nine in ten measured runs"
     if ends[0] < ends[1]:
         seconds[known] = ("", f"{seconds_text(ends[0])} to {seconds_text(ends[1])}")
     else:

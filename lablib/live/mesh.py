@@ -112,7 +112,7 @@ def _holds(mine: Holding) -> dict[str, str]:
 def _part(mine: Holding) -> str:
     """Return which part a rank has of each of its experts, where they are split."""
     split = len(mine.groups.get("etp", [0]))
-    return f"1/{split} of " if split > 1 else ""
+    return f"1/{split} of each of " if split > 1 else ""
 
 
 def _picture(model: ModelConfig, ranks: Mesh, held: list[Holding], words: list[str], rank: int, seq: int) -> str:
@@ -178,8 +178,7 @@ def _strips(model: ModelConfig, ranks: Mesh, mine: Holding, seq: int, top: float
         part = getattr(mine, name)
         shapes.append(rect(left + long * part.start / whole, y, long * len(part) / whole, 14, axis))
         shapes += [text(left - 6, y + 12, name, anchor="end"), rect(left, y, long, 14, "", outline=0.8)]
-        split = _part(mine) if name == "experts" and part else ""
-        shapes.append(text(left + long + 6, y + 12, f"{split}{len(part)}" if split else f"{len(part)} of {whole}"))
+        shapes.append(text(left + long + 6, y + 12, f"{len(part)} of {whole}"))
         y += 20
     return shapes, y
 

@@ -54,6 +54,7 @@ def guess(
         low, high = answer / factor, answer * factor
     values, shown = sorted(mistakes or {}), _written(answer, digits)
     _hold(name, why, "has no reason: why=...")
+    _hold(name, unit != "percent", 'asks for "percent", where a reader types "%": unit="%"')
     _hold(name, all(not low <= value <= high for value in values), f"judges a mistake right: {low:g} to {high:g} is")
     near = [b for a, b in itertools.pairwise(values) if abs(a - b) <= 2 * SAME * abs(b)]
     _hold(name, not near, f"cannot tell the mistakes at {near} from those below")

@@ -35,7 +35,8 @@ _POOR = """() => {
   }
   return found;
 }"""
-#: Every slide from the first, in each step of its figure: what is poor, by its number; and which figures, takeaways and explorers were on none.
+#: Every slide from the first, in each step of its figure: what is poor, by its number.
+#: And which figures, takeaways and explorers were on none.
 _WALK = f"""() => {{
   const poor = {_POOR}, found = {{}}, what = "article :is(figure:not(.livecalc-figure), .tip, .livecalc)";
   const [, slides] = document.querySelector(".slides-bar > span").textContent.split(" / ").map(Number);

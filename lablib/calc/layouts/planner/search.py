@@ -39,7 +39,7 @@ from lablib.calc.flops import step_flops
 from lablib.calc.hardware import ACCELERATORS, Accelerator
 from lablib.calc.layouts.planner.calibration import APART, Likeness, like_this
 from lablib.calc.layouts.planner.layout import FIELDS, Cluster, Layout, Training, check_layout, cluster
-from lablib.calc.layouts.planner.memory import activation_memory, state_memory
+from lablib.calc.layouts.planner.memory import activation_memory, sampled_stages, state_memory
 from lablib.calc.layouts.planner.peak import Counting, Peak, layout_peak, refusal
 from lablib.calc.layouts.planner.rates import FITTED, FRAMEWORKS, Fitted, Framework, Rates
 from lablib.calc.layouts.planner.time import Workload, host_seconds, product_peak, step_time
@@ -47,7 +47,7 @@ from lablib.calc.memory import ATTENTION, RECOMPUTE, RESERVE, ROLES, check_reser
 from lablib.calc.models import ModelConfig
 from lablib.calc.parallel import WAYS, check_degrees, check_experts, check_imbalance, check_shard
 from lablib.calc.precision import Optimizer, Recipe, recipe
-from lablib.calc.schedules import SCHEDULES, chunk_layers, schedule_names
+from lablib.calc.schedules import SCHEDULES, chunk_layers, in_flight, schedule_names
 
 MAX_MICRO_BATCH = 16
 PRECISIONS = ("fp8", "mxfp8")  # of products, beside the dtypes of states that a recipe names
@@ -720,19 +720,17 @@ class Search:
     def _add_stage(self, number: int, layout: Layout, modes: list[str], kept: dict[str, list[int]]) -> None:
         """Add the recomputation modes that could fit, and count the others; of a dropped shape only the least is kept.
 
-        A rank holds weights, optimizer and activations at one instant: when its last forward has ended. If a backward came
-        before it, gradients are there, and with ZeRO-2 under FSDP2 the gathered weights. In a pipeline the first rank has
-        p forwards before its first backward, and with v stages a rank m v > (v + 1) p - 1, which m > 2p makes sure.
+        A rank holds weights, optimizer and activations at one instant: when its last forward has ended; with ZeRO-2 under
+        FSDP2 the gathered weights too. All gradients are there if a backward of each of its v chunks came before: of m v
+        forwards those in flight have had none, and the first (v - 1) p backwards are of the later chunks.
         """
-        found = self._found
-        terms = ["weights", "optimizer"]
-        before = 1 if layout.pp == 1 else 2 * layout.pp
-        if layout.num_microbatches(self.load.global_batch) > before and layout.schedule != "gpipe":
-            terms.append("gradients")
-        if layout.zero == 2:
-            terms.append("gathered_weights")
-        stages = state_memory(self.load, layout, layout.zero)
-        sums = [sum(stage[term] for term in terms) for stage in stages]
+        found, v, m = self._found, layout.virtual_stages, layout.num_microbatches(self.load.global_batch)
+        always = ["weights", "optimizer"] + ["gathered_weights"] * (layout.zero == 2)
+        stages, terms = state_memory(self.load, layout, layout.zero), []
+        for stage in sampled_stages(layout.pp):
+            waiting = sum(in_flight(layout.schedule, stage, layout.pp, virtual_stages=v, num_microbatches=m))
+            terms.append(always + ["gradients"] * (m * v - waiting > (v - 1) * layout.pp))
+        sums = [sum(stage[term] for term in names) for stage, names in zip(stages, terms, strict=True)]
         could: list[tuple[str, int]] = []
         for mode in modes:
             found.valid += 1
@@ -743,7 +741,7 @@ class Search:
                 continue
             worst = totals.index(least)
             states = stages[worst]
-            name = max(terms, key=states.get)
+            name = max(terms[worst], key=states.get)
             found.dropped["activations" if kept[mode][worst] > states[name] else name] += 1
             known = found.least.get(layout.shape)  # of shapes that could fit somewhere it is forgotten at the end
             if known is None or least < known[0]:
