@@ -21,7 +21,7 @@ WORKERS ?= 2
 # A worker that dies ends the run, which names the test: with loadfile its file may be given to nobody, and be waited for.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NBVAL := --nbval --nbval-cell-timeout=300
-SITE_TESTS := tests/test_book.py tests/test_links.py tests/test_questions.py tests/browser
+SITE_TESTS := tests/test_book.py tests/test_links.py tests/test_questions.py tests/test_release.py tests/test_teaching.py tests/browser
 # Where nbval leaves the labs that it ran.
 EXECUTED := $(CURDIR)/.cache/executed
 
@@ -48,8 +48,8 @@ book: install site ## Install, run every lab on CPU, build the site from a clean
 	@$(BIN)/python tools/stages.py --report "make book" --since $(START) --budget $(BOOK_BUDGET)
 
 .PHONY: serve
-serve: ## Serve the built book on a free port (make serve PORT=8080 for a fixed one)
-	@$(PYTHON) tools/serve.py $(SITE) $(PORT)
+serve: install ## Serve the built book on a free port (make serve PORT=8080 for a fixed one)
+	@exec $(BIN)/rung serve $(if $(PORT),--port $(PORT))
 
 .PHONY: pdf
 pdf: ## Print the built book as one PDF, without the labs (needs Chromium; make pdf PAGES=book/05_zero for a page)
@@ -57,12 +57,11 @@ pdf: ## Print the built book as one PDF, without the labs (needs Chromium; make 
 
 .PHONY: lab
 lab: $(if $(IMAGE_VENV),,install) ## Copy the labs to work/ (your files are never overwritten) and open JupyterLab there
-	@$(BIN)/python tools/copy_labs.py
-	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp tools/jupyterlab.json $(VENV)/share/jupyter/lab/settings/overrides.json
-	@mkdir -p $(VENV)/etc/ipython && cp tools/ipython_config.py $(VENV)/etc/ipython/
-	@root=$$([ "$$(id -u)" = 0 ] && echo --allow-root || true); \
-	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/work/START.md \
-	  '--ServerApp.extra_static_paths=["$(CURDIR)/$(SITE)"]' $$root $(LAB_ARGS)
+	@exec $(BIN)/rung lab $(LAB_ARGS)
+
+.PHONY: bundle
+bundle: install site ## The copy for a class: site, labs without solutions, wheels (make bundle ROOM="--wheels linux-x86_64 macos-arm64")
+	@$(BIN)/python tools/bundle.py $(ROOM)
 
 .PHONY: setup-gpu
 setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the book (OWN_TORCH=1 brings a torch)
@@ -124,6 +123,27 @@ pretend: install ## Run the labs on machines that pretend to have 1, 2 and 8 GPU
 linkcheck: install ## Follow every external link (needs a network)
 	@rm -rf _build
 	@$(BIN)/jupyter-book build . --builder linkcheck -W --keep-going
+
+# Not a part of `make test`: it downloads what builds and checks. Beside the sources a build would leave its own folders.
+RELEASE := .cache/release
+RELEASE_TOOLS := build==1.6.1 twine==7.0.0 validate-pyproject==0.27 check-wheel-contents==0.6.3 cffconvert==2.0.0
+.PHONY: release
+release: ## Build sdist and wheel, check both, and ask the installed wheel from another folder
+	@rm -rf $(RELEASE) && mkdir -p $(RELEASE)/source $(RELEASE)/elsewhere
+	@cp -R pyproject.toml README.md LICENSE LICENSE-PROSE CITATION.cff lablib $(RELEASE)/source
+	@$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/installed
+	@$(RELEASE)/tools/bin/python -m pip install -qq --disable-pip-version-check $(RELEASE_TOOLS)
+	@cd $(RELEASE)/source && ../tools/bin/python -m build --outdir ../dist . >../build.log 2>&1 || { cat ../build.log; exit 1; }
+	@cd $(RELEASE) && { tools/bin/python -m twine check --strict dist/* && tools/bin/validate-pyproject source/pyproject.toml && \
+	  tools/bin/check-wheel-contents dist/*.whl && tools/bin/cffconvert --validate -i source/CITATION.cff; } \
+	  >checks.log 2>&1 || { cat checks.log; exit 1; }
+	@# A calculator needs neither torch nor what a lab brings: without them the environment is there in seconds.
+	@$(RELEASE)/installed/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt typer click
+	@$(RELEASE)/installed/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(RELEASE)/dist/*.whl
+	@cd $(RELEASE)/elsewhere && ../installed/bin/rung models >models.txt && \
+	  ../installed/bin/rung memory llama-3-8b --dp 8 --zero 3 --seq 8192 --gpu h100 >memory.txt && grep -q ' fits, ' memory.txt
+	@echo "$$(cd $(RELEASE)/dist && ls *.whl) and its sdist are in $(RELEASE)/dist, checked and asked in $$(($$(date +%s) - $(START))) s." \
+	  "$$(grep -q '^\[project.urls\]' pyproject.toml || echo 'They name no address: [project.urls] is missing until the project has one.')"
 
 ##@ Parts
 

@@ -1,7 +1,8 @@
-"""Where pages find what is not theirs: MathJax, and the repository that the buttons name."""
+"""Where pages find what is not theirs: MathJax, the licences of others, and the repository that the buttons name."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -58,6 +59,21 @@ def _copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
         shutil.copytree(source, Path(app.outdir) / "_static" / "mathjax", dirs_exist_ok=True)
 
 
+def _copy_licences(app: Sphinx, exception: Exception | None) -> None:
+    """Publish THIRD_PARTY.md, and the licence of every package named there whose text _static/licences does not have."""
+    if exception is None and app.builder.format == "html":
+        listed, target = Path(app.srcdir, "THIRD_PARTY.md"), Path(app.outdir, "_static", "licences")
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(listed, target)
+        for name in set(re.findall(r"`licences/([\w.-]+)\.txt`", listed.read_text(encoding="utf-8"))):
+            if not Path(app.srcdir, "_static", "licences", f"{name}.txt").exists():
+                files = importlib.metadata.files(name) or []
+                texts = [
+                    f for f in files if re.fullmatch(r"(\w+_)?(LICEN[CS]E|COPYING)(\.\w+)?", f.name.replace("-", "_"))
+                ]
+                (target / f"{name}.txt").write_text("\n\n".join(f.read_text() for f in texts), encoding="utf-8")
+
+
 def _write_missing(app: Sphinx, exception: Exception | None) -> None:
     """Write the page that a host shows for an address that is not there; it is shown at any depth."""
     if exception is None and app.builder.format == "html":
@@ -80,5 +96,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the build."""
     app.connect("config-inited", _configure, priority=400)
     app.connect("build-finished", _copy_mathjax)
+    app.connect("build-finished", _copy_licences)
     app.connect("build-finished", _write_missing)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

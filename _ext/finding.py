@@ -74,6 +74,8 @@ def _words(node: nodes.Element) -> str:
 def _texts(node: nodes.Element) -> Iterator[str]:
     """Yield the paragraphs of a section and the captions of its figures: no code, no output, no displayed formula."""
     for child in node.children:
+        if isinstance(child, nodes.Element) and "instructor" in child.get("classes", ()):
+            continue  # learners do not see it, and do not find it
         if isinstance(child, nodes.raw):
             for caption in re.findall(r"<figcaption>(.*?)</figcaption>", child.astext(), re.DOTALL):
                 yield unescape(re.sub(r"<[^>]+>", "", caption))
@@ -117,6 +119,7 @@ def _write_index(app: Sphinx, exception: Exception | None) -> None:
     for file in found.rglob("*"):
         if file.is_file() and not re.fullmatch(_NEEDED, file.name):
             file.unlink()
+    shutil.copy(pagefind / "LICENSE", found)
     terms = [(s.title, s.anchor, " ".join(s.texts)) for s in _PAGES.get("book/glossary", []) if s.anchor]
     (found / "terms.json").write_text(json.dumps(terms), encoding="utf-8")
 

@@ -10,7 +10,7 @@ const PART = "section, .cell, .cell_output, .output, .text_html, .admonition, .p
 const HEAD = "h1, h2, h3, thead, colgroup, .admonition-title, .covered > summary";
 const CARD = ".rung ~ .cell:not(.rung ~ .cell ~ .cell)";
 const NEVER = `.cell:has(form.asked), #five-questions, script, style, .cell_input, .figure-code, .toctree-wrapper, #reading-guide, ${HEAD}, ${CARD}`;
-const NOTE = ".dropdown"; // answers that the page folds
+const NOTE = ".dropdown, .instructor"; // answers that the page folds, and what is for who teaches
 const WHOLE = ".tip, .rung, #problems, td"; // not cut after the first sentence
 
 const root = document.documentElement;

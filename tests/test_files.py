@@ -14,7 +14,8 @@ OWN = {
     "calc/errors.py",
     "calc/layouts/planner/calibration.py",
     "calc/torch_versions.py",
-    "checks/graduation.py",
+    "checks/answers/graduation.py",
+    "cli/copies.py",
     "live/explorer.py",
 }
 

@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from lablib.calc.runs import RUN_GPU_LABS
-from lablib.checks import graduation
-from lablib.checks.graduation import (
+from lablib.checks import answers
+from lablib.checks.answers import (
     GOALS,
     REQUIREMENTS,
     Requirement,
     answer_source,
     examine,
+    graduation,
     is_untouched,
     still_missing,
 )
@@ -219,18 +220,18 @@ def test_the_command_says_what_is_left_and_when_nothing_is(tmp_path, monkeypatch
         )
 
     monkeypatch.setattr(runs, "gpu_report", lambda: tmp_path)
-    monkeypatch.setattr(graduation, "examine", examined("passed"))
+    monkeypatch.setattr(answers, "examine", examined("passed"))
     good = CliRunner().invoke(app, ["graduate"])
     assert good.exit_code == 0, good.output
     assert "11 of 11 rungs are done, and 2 above the ladder." in good.output
     assert "You can leave this course." in good.output
     assert max(map(len, good.output.splitlines())) <= 80
     # What stands above the ladder holds nobody up.
-    monkeypatch.setattr(graduation, "examine", examined("passed", above="not attempted"))
+    monkeypatch.setattr(answers, "examine", examined("passed", above="not attempted"))
     good = CliRunner().invoke(app, ["graduate"])
     assert good.exit_code == 0, good.output
     assert "11 of 11 rungs are done." in good.output
-    monkeypatch.setattr(graduation, "examine", examined("wrong"))
+    monkeypatch.setattr(answers, "examine", examined("wrong"))
     bad = CliRunner().invoke(app, ["graduate"])
     assert bad.exit_code == 1
     assert "      Why." in bad.output

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from lablib.cli import labs as labs_cli
 from lablib.cli.main import app
-from lablib.launch import lab_queue as labs
-from lablib.launch import lab_worker
+from lablib.launch import lab_runs
+from lablib.launch.lab_runs import queue as labs
+from lablib.launch.lab_runs import worker as lab_worker
 from lablib.launch.records import experiments
 from tests.processes import ended
 
@@ -61,7 +62,7 @@ def house(tmp_path, monkeypatch):
     """A repository with two small labs."""
     _lab(tmp_path / "labs", "07_small")
     _lab(tmp_path / "labs", "08_other", "steps + 1\nassert 0 < steps < 100")
-    for module in (experiments, labs, lab_worker):
+    for module in (experiments, labs):
         monkeypatch.setattr(module, "repository_root", lambda: tmp_path)
     monkeypatch.setenv("LABLIB_EXPERIMENTS", str(tmp_path / "mine"))
     monkeypatch.delenv("LABLIB_LAB_FOLDER", raising=False)
@@ -314,7 +315,7 @@ def test_ctrl_c_leaves_the_labs_running_and_is_no_success(house, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab_worker, "start_worker", lambda queue, lock: queue.with_suffix(".log").touch())
+    monkeypatch.setattr(lab_runs, "start_worker", lambda queue, lock: queue.with_suffix(".log").touch())
     monkeypatch.setattr(labs_cli.time, "sleep", interrupted)
     result = rung("run", "7", "--gpus", "cpu")
     assert result.exit_code == 130

@@ -12,7 +12,7 @@ import torch
 from lablib.calc.runs import Trace
 from lablib.calc.runs.trace import Event
 from lablib.checks import rung11
-from lablib.launch.lab_worker import without_rehearsals
+from lablib.launch.lab_runs import without_rehearsals
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.launch.records import FOLDER_SWITCH
 from lablib.launch.runs import LearnerPredictions, RealRun, gpu_report, real_run, report_rows, scaling_records

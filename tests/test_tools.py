@@ -13,7 +13,11 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
+from lablib.cli import room
+from lablib.cli.copies import copy_labs
+from lablib.cli.main import app
 from tests.scripts import ROOT, load
 
 
@@ -27,7 +31,7 @@ def folders(tmp_path):
 
 
 def test_labs_are_copied_and_the_template_is_not(folders):
-    lines = load("tools/copy_labs.py").copy_labs(*folders)
+    lines = copy_labs(*folders)
     assert lines == ["copied   START.md", "copied   01_a.ipynb", "copied   02_b.ipynb"]
     assert {p.name for p in folders[1].glob("*.ipynb")} == {"01_a.ipynb", "02_b.ipynb"}
 
@@ -35,41 +39,36 @@ def test_labs_are_copied_and_the_template_is_not(folders):
 def test_jupyterlab_opens_on_a_page_that_names_the_labs_in_order(folders):
     labs, work = folders
     (labs / "02_b.ipynb").write_text('"# Lab 02: the second\\n",')
-    copy = load("tools/copy_labs.py").copy_labs
-    copy(labs, work)
+    copy_labs(labs, work)
     page = (work / "START.md").read_text()
     first, second = page.index("(01_a.ipynb)"), page.index("[Lab 02: the second](02_b.ipynb)")
     assert first < second
     assert "(/static/book/02_b.html)" in page
-    makefile = (ROOT / "Makefile").read_text()
-    assert "default_url=/lab/tree/work/START.md" in makefile
-    assert "cp tools/ipython_config.py $(VENV)/etc/ipython/" in makefile
     (work / "START.md").write_text("my notes")
     (labs / "02_b.ipynb").write_text("renamed")
-    copy(labs, work)
+    copy_labs(labs, work)
     assert (work / "START.md").read_text() == "my notes"
 
 
 def test_a_learners_file_is_never_overwritten(folders):
     labs, work = folders
-    copy = load("tools/copy_labs.py").copy_labs
-    copy(labs, work)
+    copy_labs(labs, work)
     (work / "01_a.ipynb").write_text("my answers")
     (labs / "01_a.ipynb").write_text("second")
     (labs / "02_b.ipynb").write_text("second")
-    lines = copy(labs, work)
+    lines = copy_labs(labs, work)
     assert (work / "01_a.ipynb").read_text() == "my answers"
     assert (work / "01_a.new.ipynb").read_text() == "second"
     assert (work / "02_b.ipynb").read_text() == "second"
     assert "01_a.new.ipynb" in lines[1]
     assert "updated" in lines[2]
-    assert [line.split()[0] for line in copy(labs, work)] == ["kept", "kept", "kept"]
+    assert [line.split()[0] for line in copy_labs(labs, work)] == ["kept", "kept", "kept"]
 
 
 def test_a_copied_lab_links_to_the_built_chapter(folders):
     labs, work = folders
     (labs / "01_a.ipynb").write_text("[chapter](../book/01_a.md) and [part](../book/01_a.md#a-part), ![x](../b.png)")
-    load("tools/copy_labs.py").copy_labs(labs, work)
+    copy_labs(labs, work)
     pages = "[chapter](/static/book/01_a.html) and [part](/static/book/01_a.html#a-part), ![x](../b.png)"
     assert (work / "01_a.ipynb").read_text() == pages
 
@@ -81,8 +80,7 @@ def site(tmp_path):
 
 
 def test_serving_takes_the_next_free_port(site):
-    serve = load("tools/serve.py")
-    with serve.open_server(site, None) as first, serve.open_server(site, None) as second:
+    with room.open_server(site, None) as first, room.open_server(site, None) as second:
         assert first.server_port != second.server_port
 
 
@@ -91,13 +89,40 @@ def test_a_busy_port_is_said_in_one_sentence(site):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SystemExit, match=rf"Cannot serve on port {port} .*leave PORT out"):
-            load("tools/serve.py").open_server(site, port)
+        with pytest.raises(ValueError, match=rf"cannot serve on port {port} .*leave the port out"):
+            room.open_server(site, port)
 
 
 def test_serving_without_a_book_says_the_mend(tmp_path):
-    with pytest.raises(SystemExit, match="run make book first"):
-        load("tools/serve.py").open_server(tmp_path, None)
+    with pytest.raises(ValueError, match="run make book first"):
+        room.open_server(tmp_path, None)
+
+
+def test_jupyterlab_starts_on_the_page_with_what_every_kernel_loads(tmp_path, monkeypatch):
+    for name in ("labs", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(room, "course_folder", lambda: tmp_path)
+    monkeypatch.setattr(room.sys, "prefix", str(tmp_path / "env"))
+    started = []
+    monkeypatch.setattr(room.os, "execve", lambda *words: started.append(words))
+    result = CliRunner().invoke(app, ["lab", "--no-browser", "--port", "7"])
+    assert result.exit_code == 0, result.output
+    ((_, command, _),) = started
+    assert f"--ServerApp.root_dir={tmp_path}" in command
+    assert "--LabApp.default_url=/lab/tree/work/START.md" in command
+    assert command[-3:] == ["--no-browser", "--port", "7"]
+    assert (tmp_path / "work" / "START.md").exists()
+    assert "lablib.launch" in (tmp_path / "env" / "etc" / "ipython" / "ipython_config.py").read_text()
+
+
+def test_a_home_that_cannot_be_written_to_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert room.writable_home() == {}
+    monkeypatch.setenv("HOME", str(tmp_path / "gone"))  # for root, any folder that is there can be written to
+    monkeypatch.setenv("MPLCONFIGDIR", "mine")
+    moved = room.writable_home()
+    assert {"JUPYTER_RUNTIME_DIR", "IPYTHONDIR"} <= set(moved)
+    assert "MPLCONFIGDIR" not in moved
 
 
 NPM = """#!/bin/sh

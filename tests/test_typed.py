@@ -49,7 +49,17 @@ def _prose(text):
     # A line with a citation is a fact of the paper that it names; the marker goes with its line.
     text = "\n".join("" if "{cite" in line else line for line in text.splitlines())
     text = re.sub(r"(?ms)^(`{3,}|:{3,})\{code-cell\}.*?^\1[ ]*$", "", text)
-    return re.sub(r"(?ms)^```(?!\{)[^\n]*\n.*?^```[ ]*$", "", text)
+    text = re.sub(r"(?ms)^\$\$.*?^\$\$", "", text)
+    kept, opened = [], []  # the fences around a line: a directive's or a listing's
+    for line in text.splitlines():
+        fence = re.match(r"(`{3,}|:{3,})(.*)", line)
+        if fence and opened and line.rstrip() == opened[-1][0]:
+            opened.pop()
+        elif fence:
+            opened.append((fence[1], fence[2].startswith("{") and fence[2] != "{math}"))
+        elif all(directive for _, directive in opened):
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def strings_with_digits(source):

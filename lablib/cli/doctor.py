@@ -19,9 +19,11 @@ from typing import Annotated
 
 import typer
 
-from lablib.calc.errors import json_text
+from lablib import course_folder
+from lablib.calc.errors import json_text, read_json
 from lablib.cli import doctor_gpu
 from lablib.cli.doctor_gpu import LIMITED, MISSING, OK, Finding
+from lablib.cli.room import site, writable_home
 
 RENT = "rent GPUs, then make setup-gpu there"
 DISK_GB = 5  # the environment with a CPU torch takes about 3 GB, the site and recorded runs the rest
@@ -29,9 +31,16 @@ DISK_GB = 5  # the environment with a CPU torch takes about 3 GB, the site and r
 
 def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure GPUs, links, disk and limits, too.")] = False,
+    workshop: Annotated[
+        bool, typer.Option("--workshop", help="One sentence: whether this machine is ready for a class, or what to do.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine has, what will run here, and what to do where something will not."""
+    if workshop:
+        ready, sentence = workshop_verdict()
+        typer.echo(sentence)
+        raise typer.Exit(0 if ready else 1)
     findings = examine()
     if gpu and not any(finding.verdict == MISSING for finding in findings):
         findings += doctor_gpu.examine_gpu(Path.cwd())
@@ -61,6 +70,64 @@ def examine() -> list[Finding]:
         findings += [check_gloo(), check_gpus(), check_nccl()]
     findings.append(check_tools())
     return [*findings, *verdicts(findings)]
+
+
+def workshop_verdict() -> tuple[bool, str]:
+    """Return whether this machine is ready for a class, and a sentence that names its Python.
+
+    What the labs do is done once: ranks talk, a kernel runs a cell. A bundle's room.json names the room's Python.
+    """
+    here = "{}.{}.{}".format(*sys.version_info[:3])
+    room = course_folder() / "room.json"
+    wanted = str(read_json(room)["python"]) if room.exists() else ""
+    if wanted and not here.startswith(f"{wanted}."):
+        return False, f"Not ready: this is Python {here} and the room's is {wanted}: python{wanted} install.py"
+    broken = [finding for finding in examine() if finding.verdict == MISSING]
+    broken += [finding for finding in [check_disk(Path.cwd()), check_tools()] if finding.verdict == LIMITED]
+    if broken:
+        fix = f": {broken[0].fix}" if broken[0].fix else ""
+        return False, f"Not ready: Python {here}, {broken[0].name}: {broken[0].detail}{fix}"
+    try:
+        sums = _try_ranks()
+        _try_kernel()
+    except Exception as error:  # whatever it is, the instructor has a week to hear of it
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return False, f"Not ready: Python {here}, {first}: send this line to your instructor"
+    book = "" if (site() / "index.html").exists() else ", without the book's pages"
+    return True, f"Ready: Python {here}, torch {_torch_version()}, {len(sums)} ranks talk, notebooks run{book}."
+
+
+def _try_ranks() -> list[float]:
+    from lablib.launch.ranks import run_ranks
+
+    def add_up() -> float:
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.full((1,), float(dist.get_rank() + 1))
+        dist.all_reduce(mine)
+        return mine.item()
+
+    sums = run_ranks(add_up, 4, timeout=120)
+    if sums != [10.0] * 4:
+        raise ValueError(f"the sum over four ranks is {sums}")
+    return sums
+
+
+def _try_kernel() -> None:
+    from lablib.launch.lab_runs import run_cells
+
+    os.environ.update(writable_home())
+    (cell,), stopped = run_cells(["import lablib.launch.ranks"], Path.cwd(), timeout=300)
+    failed = [output for output in cell.get("outputs", []) if output["output_type"] == "error"]
+    if stopped or failed:
+        raise ValueError(f"a notebook's cell failed: {stopped or failed[0]['evalue']}")
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:

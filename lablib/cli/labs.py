@@ -28,7 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_labs(as_json: Json = False) -> None:
     """List the labs and their parameters."""
-    from lablib.launch.lab_queue import all_labs, lab_parameters
+    from lablib.launch.lab_runs import all_labs, lab_parameters
 
     labs = {path.stem: lab_parameters(path) for path in all_labs()}
     if as_json:
@@ -56,8 +56,7 @@ def run(
     """Execute labs with papermill; they go on when the terminal closes, and nothing done is done again."""
     import torch
 
-    from lablib.launch.lab_queue import acquire_lock, parse_gpus, prepare_queue
-    from lablib.launch.lab_worker import start_worker
+    from lablib.launch.lab_runs import acquire_lock, parse_gpus, prepare_queue, start_worker
 
     chosen = parse_gpus(gpus, torch.cuda.device_count())
     try:
@@ -87,7 +86,7 @@ def run(
 @app.command("status")
 def status(as_json: Json = False) -> None:
     """Say what runs, what is done and what is left."""
-    from lablib.launch.lab_queue import all_jobs, is_running, latest_queue, read_job
+    from lablib.launch.lab_runs import all_jobs, is_running, latest_queue, read_job
 
     jobs, damaged = [], []
     for path in all_jobs():
@@ -115,7 +114,7 @@ def status(as_json: Json = False) -> None:
 @app.command("follow")
 def follow() -> None:
     """Show what the running labs print, until they end."""
-    from lablib.launch.lab_queue import latest_queue
+    from lablib.launch.lab_runs import latest_queue
 
     queue = latest_queue()
     if queue is None:
@@ -126,7 +125,7 @@ def follow() -> None:
 @app.command("stop")
 def stop() -> None:
     """End the running labs; the same command as before goes on where they stopped."""
-    from lablib.launch.lab_queue import is_running, latest_queue, read_json
+    from lablib.launch.lab_runs import is_running, latest_queue, read_json
 
     if not is_running():
         raise ValueError("no labs are running here")
@@ -145,7 +144,7 @@ def stop() -> None:
 @app.command("pack")
 def pack_results() -> None:
     """Write one archive with all results, to carry off a machine before it is stopped."""
-    from lablib.launch.lab_worker import pack_results
+    from lablib.launch.lab_runs import pack_results
 
     try:
         target = pack_results()
@@ -154,9 +153,41 @@ def pack_results() -> None:
     typer.echo(f"{target}  {target.stat().st_size / 1e6:.1f} MB")
 
 
+@app.command("ask")
+def ask_for_run(
+    lab: Annotated[str, typer.Argument(help="Number or stem, for example 06.")],
+    room: Annotated[Path, typer.Option("--room", help="The room's folder, which the machine with the GPUs sees too.")],
+    name: Annotated[str, typer.Option("--name", help="Your name.")],
+    gpus: Annotated[int, typer.Option(help="How many GPUs.", min=1)] = 1,
+    parameter: Annotated[list[str] | None, typer.Option("--parameter", "-p", help="NAME=VALUE; repeatable.")] = None,
+) -> None:
+    """Ask for a run of a lab on the room's GPUs; `rung labs share` runs it there."""
+    from lablib.launch.lab_runs import ask
+
+    file = ask(room, name, lab, dict(_assignment(text) for text in parameter or []), gpus=gpus)
+    typer.echo(f"asked: {file}; the answer comes into {room / 'answers'}")
+
+
+@app.command("share")
+def share_gpus(
+    room: Annotated[Path, typer.Argument(help="The room's folder; made where it is missing.")],
+    gpus: Annotated[str, typer.Option(help="all, a number, a list such as 0,3, or cpu.")] = "all",
+    minutes: Annotated[float, typer.Option(help="Minutes for each person, over all runs.")] = 10,
+    until_empty: Annotated[bool, typer.Option("--until-empty", help="End when nothing is left to run.")] = False,
+) -> None:
+    """Run what the people of a room ask for, on this machine; who has used least goes first."""
+    import torch
+
+    from lablib.launch.lab_runs import parse_gpus, share
+
+    chosen = parse_gpus(gpus, torch.cuda.device_count())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to stop, it ends its runs as after Ctrl-C
+    share(room, gpus=chosen, minutes=minutes, until_empty=until_empty, say=typer.echo)
+
+
 def _follow(queue: Path) -> bool:
     """Print the queue's log until its process ends; return whether it did."""
-    from lablib.launch.lab_queue import is_running
+    from lablib.launch.lab_runs import is_running
 
     try:
         with queue.with_suffix(".log").open("rb") as log:
@@ -174,7 +205,7 @@ def _follow(queue: Path) -> bool:
 
 def _exit_like(queue: Path, ended: bool) -> None:
     """Exit with 0 if all jobs are done, 1 if one is not, 130 as others do after Ctrl-C while labs still run."""
-    from lablib.launch.lab_queue import read_json
+    from lablib.launch.lab_runs import read_json
 
     if not ended:
         raise typer.Exit(128 + signal.SIGINT)
@@ -189,7 +220,7 @@ def _exit_like(queue: Path, ended: bool) -> None:
 
 
 def _detail(job: dict) -> str:
-    from lablib.launch.lab_queue import progress
+    from lablib.launch.lab_runs import progress
 
     attempts = job["attempts"]
     if job["status"] == "running":

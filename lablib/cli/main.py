@@ -25,6 +25,10 @@ COMMANDS = {
     "graduate": "report",
     "models": "main",
     "labs": "labs",
+    "lab": "room",
+    "serve": "room",
+    "submit": "room",
+    "class": "room",
 }
 #: What other programs call our options.
 ALSO_CALLED = {
@@ -142,7 +146,10 @@ class Rung(ReadsPlainly, OneSentence):
             module = import_module(f"lablib.cli.{COMMANDS[cmd_name]}")
             made = module.app if cmd_name == "labs" else typer.Typer(**QUIET)
             if cmd_name != "labs":
-                made.command(cmd_name, cls=Command)(getattr(module, cmd_name.replace("-", "_")))
+                # `class` is a word of Python's; JupyterLab's options are for JupyterLab.
+                function = getattr(module, {"class": "class_"}.get(cmd_name, cmd_name.replace("-", "_")))
+                passed_on = {"ignore_unknown_options": cmd_name == "lab"}
+                made.command(cmd_name, cls=Command, context_settings=passed_on)(function)
             self.commands[cmd_name] = typer.main.get_command(made)
         return self.commands.get(cmd_name)
 

@@ -122,8 +122,7 @@ def build_report(folder: str | Path) -> Path:
         view.page(
             f"Scaling report: {found[0]['report']}",
             sentences=summary(table),
-            head=[head[i] for i in kept],
-            table=[[row[i] for i in kept] for row in cells],
+            tables=[("", [head[i] for i in kept], [[row[i] for i in kept] for row in cells])],
             figures=figures,
             facts=_facts(found),
             notes=NOTES,
@@ -230,7 +229,7 @@ def graduate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check your answers in work/ against every Done when, and say what is left to do."""
-    from lablib.checks.graduation import GOALS, REQUIREMENTS, examine, still_missing
+    from lablib.checks.answers import GOALS, REQUIREMENTS, examine, still_missing
     from lablib.launch.records import repository_root
     from lablib.launch.runs import gpu_report
 

@@ -311,30 +311,53 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto
 figure { margin: 1.5rem 0; } figcaption { font-size: .9rem; opacity: .85; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--figure-grid); white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; } .said { white-space: normal; text-align: left; min-width: 18rem; }
 th:first-child, td:first-child { text-align: left; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; }
 code { overflow-wrap: anywhere; }
 """
+
+
+#: What a page puts side by side: a heading, or "" for none, the names of the columns, the rows.
+PageTable = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def page(
     title: str,
     *,
     sentences: Sequence[str],
-    head: Sequence[str],
-    table: Sequence[Sequence[str]],
+    tables: Sequence[PageTable],
     figures: Sequence[tuple[str, str]],
-    facts: Mapping[str, str],
-    notes: Sequence[str],
+    facts: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """Return a report as one HTML page that needs no other file and follows the reader's light or dark theme."""
 
-    def cells(tag: str, texts: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+    def row(tag: str, texts: Sequence[str], long: set[int]) -> str:
+        # A name breaks after its underscores, a sentence between its words.
+        marks = [' class="said"' if column in long else "" for column in range(len(texts))]
+        words = [html.escape(text).replace("_", "_<wbr>") for text in texts]
+        return (
+            "<tr>" + "".join(f"<{tag}{mark}>{text}</{tag}>" for mark, text in zip(marks, words, strict=True)) + "</tr>"
+        )
 
+    def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        long = {column for each in rows for column, text in enumerate(each) if len(text) > 40}
+        body = "".join(row("td", each, long) for each in rows)
+        return f"<table><thead>{row('th', head, long)}</thead><tbody>\n{body}\n</tbody></table>"
+
+    def headed(name: str) -> str:
+        return f"<h2>{html.escape(name)}</h2>\n" if name else ""
+
+    side_by_side = "\n".join(
+        f'{headed(name)}<div class="wide">{table(head, rows)}</div>' for name, head, rows in tables
+    )
     drawn = "\n".join(
         f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for svg, caption in figures
     )
-    known = "".join(f"<dt>{html.escape(k)}</dt><dd><code>{html.escape(v)}</code></dd>" for k, v in facts.items())
+    known = "".join(
+        f"<dt>{html.escape(k)}</dt><dd><code>{html.escape(v)}</code></dd>" for k, v in (facts or {}).items()
+    )
+    said = "".join(f"<li>{html.escape(text)}</li>" for text in notes)
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -342,14 +365,26 @@ def page(
 <body>
 <h1>{html.escape(title)}</h1>
 {"".join(f"<p>{html.escape(text)}</p>" for text in sentences)}
-<div class="wide"><table><thead>{cells("th", head)}</thead><tbody>
-{"".join(cells("td", row) for row in table)}
-</tbody></table></div>
+{side_by_side}
 {drawn}
-<h2>How it was measured</h2>
-<dl>{known}</dl>
-<h2>What the numbers mean</h2>
-<ul>{"".join(f"<li>{html.escape(text)}</li>" for text in notes)}</ul>
+{headed("How it was measured") + f"<dl>{known}</dl>" if known else ""}
+{headed("What the numbers mean") + f"<ul>{said}</ul>" if said else ""}
 </body>
 </html>
 """
+
+
+def guesses(lines: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw what a class predicted, over what was measured: a line a prediction, a dot a guess; far ones stand at the edge."""
+    fig, ax = figure(height=0.9 + 0.28 * len(lines))
+    most = 100.0
+    for row, ratios in enumerate(lines.values()):
+        held = [min(max(ratio, 1 / most), most) for ratio in ratios]
+        ax.plot(held, [row] * len(held), "o", color=COLORS["activations"], alpha=0.5, clip_on=False)
+    ax.axvline(1, color=COLORS["idle"], linewidth=1)
+    ax.set_xscale("log")
+    ax.set_xlim(1 / most, most)
+    ax.set_xticks([0.01, 0.1, 1, 10, 100], labels=["1/100", "1/10", "1", "10", "100"])
+    ax.set_xlabel("guess over measurement")
+    name_rows(ax, [name if len(name) < 46 else f"{name[:44]}…" for name in lines])
+    return fig

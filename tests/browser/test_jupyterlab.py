@@ -12,9 +12,10 @@ from contextlib import suppress
 
 import pytest
 
+from lablib.cli.copies import FIRST_PAGE, copy_labs
 from tests.browser.test_site import BROWSERS, DESK
 from tests.processes import ended, free_port
-from tests.scripts import ROOT, load
+from tests.scripts import ROOT
 
 LABS = sorted((ROOT / "labs").glob("[0-9][0-9]_*.ipynb"))
 START_S = 180
@@ -30,12 +31,12 @@ HOMES = (
 
 @pytest.fixture
 def address(tmp_path):
-    """Start JupyterLab on copied labs, with the options of the Makefile and the settings of tools/."""
+    """Start JupyterLab on copied labs, with the options of `rung lab` and the settings of tools/."""
     (tmp_path / "root").mkdir()
-    load("tools/copy_labs.py").copy_labs(ROOT / "labs", tmp_path / "root" / "work")
+    copy_labs(ROOT / "labs", tmp_path / "root" / "work")
     (tmp_path / "settings").mkdir()
     shutil.copy(ROOT / "tools" / "jupyterlab.json", tmp_path / "settings" / "overrides.json")
-    opened = re.search(r"--LabApp\.default_url=\S+", (ROOT / "Makefile").read_text(encoding="utf-8"))[0]
+    opened = f"--LabApp.default_url=/lab/tree/work/{FIRST_PAGE}"
     port, homes = free_port(), {name: str(tmp_path / name) for name in HOMES}
     options = [opened, "--no-browser", "--allow-root", f"--port={port}", "--IdentityProvider.token=t"]
     options += [f"--ServerApp.root_dir={tmp_path / 'root'}", f"--LabApp.app_settings_dir={tmp_path / 'settings'}"]

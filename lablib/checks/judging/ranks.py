@@ -12,6 +12,9 @@ from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.toys import torch_names
 
 PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
+MORE = (
+    6  # times that, where a rank was at work: a machine that is busy with others is slow, and the answer may be right
+)
 
 
 def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float = PATIENCE) -> list[Any]:
@@ -22,11 +25,17 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
         NotImplementedError: If it is the untouched stub on any rank.
     """
     try:
-        results = run_ranks(_attempt, ranks, work, args, timeout=patience)
+        try:
+            results = run_ranks(_attempt, ranks, work, args, timeout=patience)
+        except RankTimeout as late:
+            if not late.at_work:
+                raise
+            patience *= MORE
+            results = run_ranks(_attempt, ranks, work, args, timeout=patience)
     except RankTimeout as late:
         who = f"rank {late.ranks[0]}" if len(late.ranks) == 1 else f"ranks {', '.join(map(str, late.ranks))}"
         raise Wrong(
-            f"After {patience:g} s {who} had not come back: a collective waits until every rank of the group calls it, "
+            f"After {patience:.0f} s {who} had not come back: a collective waits until every rank of the group calls it, "
             "in the same order."
         ) from None
     except RankError as error:

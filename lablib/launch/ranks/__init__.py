@@ -6,6 +6,7 @@ traceback, a hung one with the line where it stands; an interrupt ends them all.
     run              `run_ranks`
     agreement        fail on all ranks if one fails, and what long errors mean, in a sentence
     turns            ranks without processes: threads that run one at a time, so that any order of events can be played
+    shared_machine   whose ranks run now, where several people share a machine
     handle, rank_process, transport: the inside of `run_ranks`, and where a rank computes
 
 Read `run` first. All chapters from 02 on.
@@ -23,6 +24,7 @@ from lablib.launch.ranks.agreement import (
     readable,
 )
 from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
+from lablib.launch.ranks.shared_machine import CORES_EACH, TURNS, place
 from lablib.launch.ranks.transport import (
     check_device,
     environment,
@@ -35,6 +37,8 @@ from lablib.launch.ranks.transport import (
 from lablib.launch.ranks.turns import Endless, Turns
 
 __all__ = [
+    "CORES_EACH",
+    "TURNS",
     "Endless",
     "RankError",
     "RankTimeout",
@@ -52,6 +56,7 @@ __all__ = [
     "own_rank",
     "pickle_call",
     "pickle_result",
+    "place",
     "rank_device",
     "rank_mesh",
     "readable",

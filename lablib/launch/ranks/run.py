@@ -32,6 +32,7 @@ import cloudpickle
 from lablib.launch.rank_server import Interrupts, ensure_server, no_main_module, server_pid, uninterrupted
 from lablib.launch.ranks import rank_process
 from lablib.launch.ranks.handle import Rank, cells, enumerate_ranks, find_waiting_line, readable
+from lablib.launch.ranks.shared_machine import any_at_work, place
 from lablib.launch.ranks.transport import check, check_device, environment, pickle_call
 
 _GRACE_S = 1.0  # after the first failure: time for the others to say what they saw
@@ -67,10 +68,12 @@ class RankTimeout(TimeoutError):
     Attributes:
         ranks: The ranks that were still at work.
         waiting_at: For each of them, the line it stood on.
+        at_work: Whether one of them still computed, or waited for a core; otherwise they waited for each other.
     """
 
-    def __init__(self, message: str, waiting_at: dict[int, str]) -> None:
+    def __init__(self, message: str, waiting_at: dict[int, str], at_work: bool = False) -> None:
         super().__init__(message)
+        self.at_work = at_work
         self.ranks = sorted(waiting_at)
         self.waiting_at = waiting_at
 
@@ -115,7 +118,7 @@ def run_ranks(
     call = pickle_call(fn, args)
     ranks: list[Rank] = []
     # Interrupted half-way, a start or an end would leave processes that nobody knows of, or a folder.
-    with uninterrupted() as interrupts, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with place(), uninterrupted() as interrupts, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = rank_process.Job(
             call=call,
             world_size=world_size,
@@ -249,6 +252,7 @@ def _error(failed: list[Rank]) -> RankError:
 
 
 def _timeout(ranks: list[Rank], late: list[Rank], timeout: float) -> RankTimeout:
+    at_work = any_at_work(rank.process.pid for rank in late)
     for rank in late:
         rank.ask_for_stack()
     deadline = time.monotonic() + _STACK_S
@@ -256,4 +260,4 @@ def _timeout(ranks: list[Rank], late: list[Rank], timeout: float) -> RankTimeout
     lines = [f"  rank {rank.number}: {stacks.get(rank.number, 'has returned')}" for rank in ranks]
     who = enumerate_ranks([rank.number for rank in late])
     message = f"no result after {timeout:g} s from {who} of {len(ranks)}. Where they stand:\n"
-    return RankTimeout(message + "\n".join(lines), stacks)
+    return RankTimeout(message + "\n".join(lines), stacks, at_work)

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lablib import __version__
+from lablib import __version__, course_folder
 from lablib.calc.errors import read_json, shown
 from lablib.launch.records.machine import gpu_topology, machine_label, this_machine
 
@@ -89,18 +89,21 @@ RECORD_SWITCH = "LABLIB_RECORD"
 #: The runner sets this variable to the folder of the lab that it runs.
 FOLDER_SWITCH = "LABLIB_LAB_FOLDER"
 
+#: Where the runner wants records to be written and read first, if not in `labs/recorded/`: each person of a room has a folder.
+RECORDED_SWITCH = "LABLIB_RECORDED"
+
 #: The last verdict on each exercise of this kernel, in the order of their first checks; `lablib.checks` writes it.
 CHECKED: dict[str, str] = {}
 
 
 def repository_root() -> Path:
-    """Return the folder that holds pyproject.toml, wherever the notebook runs."""
-    return Path(__file__).resolve().parents[3]
+    """Return the folder that holds pyproject.toml, wherever the notebook runs; see `lablib.course_folder`."""
+    return course_folder()
 
 
 def experiments_dir() -> Path:
     """Return the folder for a learner's own results; `LABLIB_EXPERIMENTS` moves it."""
-    return Path(os.environ.get("LABLIB_EXPERIMENTS", repository_root() / "distributed-experiments"))
+    return Path(os.environ.get("LABLIB_EXPERIMENTS") or repository_root() / "distributed-experiments")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
@@ -271,10 +274,20 @@ def read_record(path: Path) -> Record:
     return Record(**content)
 
 
+def recorded_files() -> list[Path]:
+    """Return the files of all records by name: those that are committed, and those that a runner wrote in their place."""
+    folders = [repository_root() / "labs" / "recorded", _recorded_dir()]
+    found = {path.name: path for folder in folders for path in folder.glob("*.json")}
+    return [found[name] for name in sorted(found)]
+
+
+def _recorded_dir() -> Path:
+    return Path(os.environ.get(RECORDED_SWITCH) or repository_root() / "labs" / "recorded")
+
+
 def recorded(name: str) -> Record | None:
-    """Load a committed record, or None where nobody has recorded one yet."""
-    path = repository_root() / "labs" / "recorded" / f"{name}.json"
-    return read_record(path) if path.exists() else None
+    """Load a record, or None where nobody has recorded one yet."""
+    return next((read_record(path) for path in recorded_files() if path.stem == name), None)
 
 
 def save_record(name: str, samples: list[dict[str, Any]], command: str, *, device: str = "cpu") -> Record:
@@ -282,8 +295,8 @@ def save_record(name: str, samples: list[dict[str, Any]], command: str, *, devic
     here = this_machine() | ({} if device == "cuda" else {"gpus": [], "gpu_details": []})
     links = gpu_topology() if here["gpus"] else {}
     record = Record(name, samples, here, command, git_commit(), utc_now(), topology=links)
-    path = write_json(repository_root() / "labs" / "recorded" / f"{name}.json", asdict(record))
-    print(f"recorded {len(samples)} samples in {path.relative_to(repository_root())}")
+    path = write_json(_recorded_dir() / f"{name}.json", asdict(record))
+    print(f"recorded {len(samples)} samples in {path.parent.parent.name}/{path.parent.name}/{path.name}")
     return record
 
 
@@ -377,14 +390,12 @@ def gpu_record_name(name: str, gpus: int) -> str:
 def recorded_counts(name: str) -> list[int]:
     """Return the numbers of GPUs for which there is a record, ascending."""
     pattern = re.compile(re.escape(name) + r"-(\d+)gpu")
-    files = (repository_root() / "labs" / "recorded").glob(f"{name}-*gpu.json")
-    return sorted(int(found[1]) for path in files if (found := pattern.fullmatch(path.stem)))
+    return sorted(int(found[1]) for path in recorded_files() if (found := pattern.fullmatch(path.stem)))
 
 
 def recorded_on_gpus() -> list[str]:
     """Return the names of all records that were made on GPUs; none means that no line of the GPU path ever ran."""
-    files = sorted((repository_root() / "labs" / "recorded").glob("*.json"))
-    return [path.stem for path in files if read_record(path).machine["gpus"]]
+    return [path.stem for path in recorded_files() if read_record(path).machine["gpus"]]
 
 
 def gpu_samples(name: str, measure: Callable[[], list[dict[str, Any]]], *, gpus: int | None = None) -> Record | None:

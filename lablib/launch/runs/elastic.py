@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from lablib.launch.ranks import check_device, environment, explain, hide_gpus, run_ranks
+from lablib.launch.ranks import check_device, environment, explain, hide_gpus, place, run_ranks
 from lablib.launch.records import repository_root
 from lablib.launch.training import TrainConfig, read_metrics
 
@@ -105,8 +105,8 @@ def torchrun(
     variables = {**_DEFAULTS, **environment(), **(env or {})}
     if device == "cpu":
         hide_gpus(variables)
-    begun = time.monotonic()
-    with tempfile.TemporaryFile() as output:
+    with place(), tempfile.TemporaryFile() as output:
+        begun = time.monotonic()
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
         )

@@ -2,14 +2,15 @@
 
 A lab that the learner changed is never written to. When the course has a newer version of it, that
 version lands beside it as NAME.new.ipynb, and a line says so.
-A link to a chapter opens the built page, which `make lab` serves beside the notebooks; JupyterLab would show its source.
+A link to a chapter opens the built page, which `rung lab` serves beside the notebooks; JupyterLab would show its source.
 START.md, on which JupyterLab opens, names the labs in order.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 MANIFEST = ".copied.json"
@@ -29,7 +30,7 @@ Read the chapter before its lab; the pages are there once `make book` has built 
 
 **An exercise** is a function that raises `NotImplementedError`. Write its body and run the cell: the check below it says whether you are right, and `hint()` helps, for example `rung01.bytes_per_parameter.hint()`.
 
-**To stop** a cell, press the square button: its ranks end with it. To end everything, choose File > Shut Down, or press Ctrl+C twice where you typed `make lab`. Your answers stay in this folder, `work/`, which `git pull` never touches.
+**To stop** a cell, press the square button: its ranks end with it. To end everything, choose File > Shut Down, or press Ctrl+C twice where you typed `make lab` or `rung lab`. Your answers stay in this folder, `work/`, which `git pull` never touches.
 """
 
 
@@ -60,7 +61,7 @@ def copy_labs(labs: Path, work: Path) -> list[str]:
         labs: The folder of the shipped labs.
         work: The learner's folder; made when missing.
     """
-    work.mkdir(exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
     manifest = work / MANIFEST
     copied = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
     lines = []
@@ -81,22 +82,3 @@ def copy_labs(labs: Path, work: Path) -> list[str]:
         copied[name] = new
     manifest.write_text(json.dumps(copied, indent=1) + "\n", encoding="utf-8")
     return lines
-
-
-def main() -> int:
-    """Copy the labs of this repository and say what was done."""
-    root = Path(__file__).resolve().parents[1]
-    lines = copy_labs(root / "labs", root / "work")
-    if not lines:
-        print("There are no labs to copy in labs/.")
-        return 1
-    print(f"Labs in {root / 'work'}:")
-    for line in lines:
-        print(f"  {line}")
-    if not (root / "_build" / "html").exists():
-        print("Their links to chapters open once the book is built: make book.")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

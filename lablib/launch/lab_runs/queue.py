@@ -8,7 +8,7 @@
 
 A job's key is made of the lab's code, its parameters, the device and the versions; a job that is done is never run
 again, and one that is not keeps its folder, and with it the samples and checkpoints that it continues from.
-`lablib.launch.lab_worker` runs a queue.
+`worker` runs a queue.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 A notebook's cells are parsed, not run: one that stops half-way, or that trains for minutes, gives its functions all the
 same. What a function uses of the other cells, imports, helpers and constants, comes along, as deep as it goes.
 Each answer is judged in a process of its own, so one that hangs or crashes costs only itself:
-`python -m lablib.checks.graduation NOTEBOOK RUNG NAME RESULT`.
+`python -m lablib.checks.answers judge NOTEBOOK NAME RESULT RUNG`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import subprocess
 import symtable
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lablib.calc.errors import read_json
 from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks.judging import Verdict
-from lablib.launch.runs import gpu_report
 
 TIMEOUT_S = 180.0
 #: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
@@ -120,6 +119,10 @@ def examine(
     work: Path, *, rungs: Sequence[str] | None = None, every: bool = False, timeout: float = TIMEOUT_S
 ) -> Iterator[Outcome]:
     """Yield the outcome of each check, as soon as it is known; nothing that an answer does ends this."""
+    from lablib.launch.runs import (
+        gpu_report,  # late: it loads all of training, which the process of an answer never needs
+    )
+
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g} must be above 0 seconds")
     known = [goal.rung for goal in GOALS]
@@ -162,9 +165,22 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
         return "wrong", str(error)
     if source is None or is_untouched(source, name):
         return "not attempted", f"{name} in {notebook.name} is still a stub."
-    with tempfile.TemporaryDirectory(prefix="graduate-") as folder:
-        result = Path(folder) / "verdict.json"
-        command = [sys.executable, "-m", "lablib.checks.graduation", str(notebook), rung, name, str(result)]
+    try:
+        verdict = in_process("judge", notebook, name, rung, timeout=timeout)
+    except ValueError as error:
+        return "wrong", str(error)
+    return verdict["status"], verdict["message"]
+
+
+def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float) -> Any:
+    """Return what `python -m lablib.checks.answers` finds out about an answer, in a process of its own.
+
+    Raises:
+        ValueError: If it gives no result in time, or ends without one.
+    """
+    with tempfile.TemporaryDirectory(prefix="answers-") as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "lablib.checks.answers", work, str(notebook), name, str(result), *more]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
@@ -172,7 +188,7 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
         try:
             errors = process.communicate(timeout=timeout)[1]
         except subprocess.TimeoutExpired:
-            return "wrong", f"It gave no result in {timeout:g} seconds: does it end?"
+            raise ValueError(f"It gave no result in {timeout:g} seconds: does it end?") from None
         finally:
             if process.poll() is None:  # with all that it started; its ranks follow it
                 with suppress(ProcessLookupError):
@@ -180,23 +196,28 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
                 process.communicate()
         if not result.exists():
             last = (errors.strip().splitlines() or ["no word"])[-1]
-            return "wrong", f"Its process ended with code {process.returncode}: {last}"
-        verdict = json.loads(result.read_text(encoding="utf-8"))
-    return verdict["status"], verdict["message"]
+            raise ValueError(f"Its process ended with code {process.returncode}: {last}")
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def judge(notebook: Path, rung: str, name: str) -> Verdict:
     """Define an answer as the notebook does, and run its check."""
+    try:
+        answer = defined(notebook, name)
+    except Exception as error:
+        return Verdict(name, "wrong", f"What {name} needs stopped with {type(error).__name__}: {error}")
+    return getattr(importlib.import_module(f"lablib.checks.rung{rung}"), name)(answer)
+
+
+def defined(notebook: Path, name: str) -> Callable[..., Any]:
+    """Return an answer, defined as the notebook does."""
     source = answer_source(notebook, name)
     file = f"<{notebook.name}: {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     # As in a notebook: functions of `__main__` are sent to ranks by value.
     answers: dict[str, object] = {"__name__": "__main__"}
-    try:
-        exec(compile(source, file, "exec"), answers)
-    except Exception as error:
-        return Verdict(name, "wrong", f"What {name} needs stopped with {type(error).__name__}: {error}")
-    return getattr(importlib.import_module(f"lablib.checks.rung{rung}"), name)(answers[name])
+    exec(compile(source, file, "exec"), answers)
+    return answers[name]
 
 
 def answer_source(notebook: str | Path, name: str) -> str | None:
@@ -248,8 +269,3 @@ def _reads(scope: symtable.SymbolTable) -> Iterator[str]:
             yield symbol.get_name()
     for inner in scope.get_children():
         yield from _reads(inner)
-
-
-if __name__ == "__main__":
-    NOTEBOOK, RUNG, NAME, RESULT = sys.argv[1:]
-    Path(RESULT).write_text(json.dumps(asdict(judge(Path(NOTEBOOK), RUNG, NAME))), encoding="utf-8")

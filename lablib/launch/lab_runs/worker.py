@@ -1,6 +1,6 @@
 """The process that runs a queue of labs, in a session of its own, so that it survives its terminal; and their archive.
 
-`python -m lablib.launch.lab_worker QUEUE` runs one job after the other, each under papermill in a process of its own,
+`python -m lablib.launch.lab_runs QUEUE` runs one job after the other, each under papermill in a process of its own,
 and stops everything when the budget is used up. Whatever a lab started and left behind is ended with it.
 """
 
@@ -24,13 +24,13 @@ from typing import Any, TextIO
 import nbformat
 import psutil
 
-from lablib.launch.lab_queue import progress, read_job, read_json, update
+from lablib.launch.lab_runs.queue import progress, read_job, read_json, update
 from lablib.launch.records import (
     FOLDER_SWITCH,
     RECORD_SWITCH,
     experiments_dir,
     read_record,
-    repository_root,
+    recorded_files,
     this_machine,
     utc_now,
 )
@@ -56,7 +56,7 @@ def start_worker(queue: Path, lock: TextIO) -> int:
     update(queue, state="running", started=utc_now())
     with queue.with_suffix(".log").open("wb") as log, lock:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lablib.launch.lab_worker", str(queue)],
+            [sys.executable, "-m", "lablib.launch.lab_runs", str(queue)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -246,7 +246,7 @@ def pack_results() -> Path:
             for path in files:
                 if path not in left:
                     archive.add(path, Path("distributed-experiments") / path.relative_to(source))
-            for path in sorted((repository_root() / "labs" / "recorded").glob("*.json")):
+            for path in recorded_files():
                 try:
                     where = read_record(path).machine
                 except (OSError, ValueError) as error:
@@ -264,7 +264,3 @@ def pack_results() -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return target
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
