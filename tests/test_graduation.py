@@ -65,6 +65,21 @@ def test_an_answer_comes_with_what_it_needs_and_nothing_else(tmp_path):
         answer_source(Path(__file__), "answer")
 
 
+def test_what_python_allows_in_a_cell_is_an_answer(tmp_path):
+    path = _notebook(
+        tmp_path / "a.ipynb",
+        "from math import *\ntry:\n    import json as j\nexcept ImportError:\n    j = None",
+        "def answer(x):\n    return (sqrt(x)\n        % 2\n        != 1), j.dumps(x)",
+        "%time answer(4)\n!ls",
+        "x = " + "+".join(["1"] * 20_000),
+    )
+    assert _run(answer_source(path, "answer"), "answer")(9) == (False, "9")
+    _notebook(tmp_path / "05_b.ipynb", "def state_bytes(a, a):\n    return 1", "zero2_step = lambda *_: 1")
+    told = {outcome.name: outcome for outcome in examine(tmp_path, rungs=["05"], every=True)}
+    assert (told["state_bytes"].status, "duplicate argument" in told["state_bytes"].message) == ("wrong", True)
+    assert "has `def zero2_step` at its left edge" in told["zero2_step"].message
+
+
 def test_a_parameter_or_a_local_does_not_bring_the_notebook_s_variable_of_that_name(tmp_path):
     path = _notebook(
         tmp_path / "a.ipynb",

@@ -1,6 +1,7 @@
 """What learners hand in is judged in a clean process; a class is read from it, and a file that was changed is judged again."""
 
 import csv
+import fcntl
 import json
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from lablib.checks.answers import classroom, submission
 from lablib.cli.main import app
 from lablib.launch import lab_runs, records
 from lablib.launch.lab_runs import people
+from lablib.launch.ranks import TURNS, place, shared_machine
 from lablib.launch.records import experiments
 from tests.processes import ended
 
@@ -126,6 +128,31 @@ def test_the_newest_counts_and_what_is_no_submission_is_named(tmp_path):
         answers.read_class(empty)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda labs: labs.clear(),
+        lambda labs: labs.update({"../x": labs.pop("01")}),
+        lambda labs: labs.update({"99": labs.pop("01")}),
+        lambda labs: labs["01"].update(predictions={"a": 5}),
+        lambda labs: labs["01"].update(predictions={"a": {"value": "x"}}),
+        lambda labs: labs["01"]["verdicts"][0].update(status="excellent"),
+        lambda labs: labs["01"].update(notebook={"cells": 5}),
+    ],
+)
+def test_a_strange_file_is_named_and_ends_nothing(tmp_path, change):
+    (tmp_path / "good.json").write_text(_written("Ada", "01", "2026", fits=("passed", "")))
+    content = json.loads(_written("Bob \udc80", "01", "2026", fits=("wrong", "x" * 10 + " " * 200_000)))
+    (tmp_path / "also good.json").write_text(json.dumps(content | {"sha256": submission._hash(content)}))
+    change(content["labs"])
+    (tmp_path / "strange.json").write_text(json.dumps(content | {"sha256": submission._hash(content)}))
+    (tmp_path / "folder.json").mkdir()
+    result = CliRunner().invoke(app, ["class", str(tmp_path), "--exercise", "fits"])
+    assert result.exit_code == 0, result.output
+    assert "not read: strange.json" in result.output
+    assert "Ada,1,1,1," in (tmp_path / "class.csv").read_text(encoding="utf-8")
+
+
 def test_names_and_rungs_that_make_no_sense_are_refused(tmp_path):
     for args, said in (
         (["01", "--name", " "], "needs a name"),
@@ -203,11 +230,60 @@ def test_who_has_used_least_goes_first_and_who_has_used_all_is_told(tmp_path):
     (tmp_path / "wanted" / "eve-01-abc.json").write_text('{"who": "eve", "lab": "import os"}')
     said = []
     waiting = people._waiting(tmp_path, set(), 10, 2, said.append)
-    assert [file.name.split("-")[0] for file in waiting] == ["bob", "ada"]
+    assert [file.name.split("-")[0] for file, _ in waiting] == ["bob", "ada"]
     assert "the budget of 10 minutes is used up" in (tmp_path / "answers" / "cleo.txt").read_text()
     assert "asks for 8 GPUs, and there are 2" in (tmp_path / "answers" / "dan.txt").read_text()
     assert "not run" in (tmp_path / "answers" / "eve.txt").read_text()
     assert len(list((tmp_path / "done").iterdir())) == 3
+
+
+def test_strange_things_in_a_room_end_no_queue(tmp_path):
+    for name in ("wanted", "done", "answers", "elsewhere"):
+        (tmp_path / name).mkdir()
+    wanted = tmp_path / "wanted"
+    (wanted / "a-01-x.json").mkdir()
+    (wanted / "b-01-x.json").symlink_to(tmp_path / "gone")
+    long = {"who": "c", "lab": "01", "parameters": {"x": "x" * 10**5}, "gpus": 1, "asked": ""}
+    (wanted / "c-01-x.json").write_text(json.dumps(long))
+    (tmp_path / "answers" / "c.txt").symlink_to(tmp_path / "elsewhere" / "mine")
+    assert people._waiting(tmp_path, set(), 10, 2, print) == []
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    people._answer(tmp_path, "d", wanted / "taken back.json", "done", print)
+
+
+def test_a_room_has_one_queue(tmp_path):
+    with (tmp_path / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is shared already"):
+            lab_runs.share(tmp_path, until_empty=True)
+    lab_runs.share(tmp_path, until_empty=True)
+
+
+def test_ranks_wait_for_a_place_where_these_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_machine, "_cores", lambda: 2)
+    with place():  # nobody counts
+        assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(TURNS, str(tmp_path / "gone"))
+    with pytest.raises((ValueError, OSError), match="gone"), place():
+        pass
+    monkeypatch.setenv(TURNS, str(tmp_path))
+    with place(), place(), (tmp_path / "place-0").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "place-0").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_ranks_that_wait_for_each_other_are_told_from_slow_ones():
+    """A process that sleeps is not at work; one that computes is."""
+    command = [sys.executable, "-c", "import sys, time; print(1, flush=True); {}"]
+    for line, at_work in (("sys.stdin.read()", False), ("\nwhile True: pass", True)):
+        process = subprocess.Popen(
+            [*command[:2], command[2].format(line)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        with ended(process):
+            process.stdout.readline()
+            threading.Event().wait(0.3)  # the first one comes to its read
+            assert shared_machine.any_at_work([process.pid]) == at_work
 
 
 def _share(room, *options):

@@ -65,6 +65,22 @@ def test_a_learners_file_is_never_overwritten(folders):
     assert [line.split()[0] for line in copy_labs(labs, work)] == ["kept", "kept", "kept"]
 
 
+def test_answers_beside_a_newer_version_are_kept_too(folders):
+    labs, work = folders
+    copy_labs(labs, work)
+    (work / "01_a.ipynb").write_text("my answers")
+    (labs / "01_a.ipynb").write_text("second")
+    copy_labs(labs, work)
+    (work / "01_a.new.ipynb").write_text("my answers, gone on with")
+    (labs / "01_a.ipynb").write_text("third")
+    copy_labs(labs, work)
+    assert (work / "01_a.new.ipynb").read_text() == "my answers, gone on with"
+    assert "third" in [path.read_text() for path in work.glob("01_a.new-*.ipynb")]
+    (work / ".copied.json").write_text("torn")
+    assert [line.split()[0] for line in copy_labs(labs, work)] == ["kept"] * 3
+    assert (work / "01_a.ipynb").read_text() == "my answers"
+
+
 def test_a_copied_lab_links_to_the_built_chapter(folders):
     labs, work = folders
     (labs / "01_a.ipynb").write_text("[chapter](../book/01_a.md) and [part](../book/01_a.md#a-part), ![x](../b.png)")

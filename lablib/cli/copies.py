@@ -54,6 +54,14 @@ def _contents(labs: Path) -> dict[str, bytes]:
     return {FIRST_PAGE: page, **notebooks} if notebooks else {}
 
 
+def _read(manifest: Path) -> dict[str, str]:
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or torn
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def copy_labs(labs: Path, work: Path) -> list[str]:
     """Bring work/ up to date with the labs and return one line for each thing done.
 
@@ -63,21 +71,24 @@ def copy_labs(labs: Path, work: Path) -> list[str]:
     """
     work.mkdir(parents=True, exist_ok=True)
     manifest = work / MANIFEST
-    copied = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
+    copied = _read(manifest)
     lines = []
     for name, content in _contents(labs).items():
         mine, new = work / name, _digest(content)
         if not mine.exists():
             mine.write_bytes(content)
             lines.append(f"copied   {name}")
-        elif copied.get(name) == new:
+        elif new in (copied.get(name), _digest(mine.read_bytes())):
             lines.append(f"kept     {name}")
         elif _digest(mine.read_bytes()) == copied.get(name):
             mine.write_bytes(content)
             lines.append(f"updated  {name} (you had not changed it)")
         else:
             beside = mine.with_suffix(f".new{mine.suffix}")
+            if beside.exists() and _digest(beside.read_bytes()) != copied.get(beside.name):  # the learner went on in it
+                beside = mine.with_suffix(f".new-{new[:6]}{mine.suffix}")
             beside.write_bytes(content)
+            copied[beside.name] = new
             lines.append(f"kept     {name} (yours); the course's newer version is {beside.name}")
         copied[name] = new
     manifest.write_text(json.dumps(copied, indent=1) + "\n", encoding="utf-8")

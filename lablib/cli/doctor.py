@@ -79,7 +79,10 @@ def workshop_verdict() -> tuple[bool, str]:
     """
     here = "{}.{}.{}".format(*sys.version_info[:3])
     room = course_folder() / "room.json"
-    wanted = str(read_json(room)["python"]) if room.exists() else ""
+    try:
+        wanted = str(read_json(room)["python"]) if room.exists() else ""
+    except (ValueError, KeyError, TypeError):
+        return False, f"Not ready: {room} is damaged: unpack it again"
     if wanted and not here.startswith(f"{wanted}."):
         return False, f"Not ready: this is Python {here} and the room's is {wanted}: python{wanted} install.py"
     broken = [finding for finding in examine() if finding.verdict == MISSING]
@@ -91,7 +94,8 @@ def workshop_verdict() -> tuple[bool, str]:
         sums = _try_ranks()
         _try_kernel()
     except Exception as error:  # whatever it is, the instructor has a week to hear of it
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = getattr(error, "traceback", "").strip().splitlines()[-1:] or str(error).strip().splitlines()
+        first = (text or [type(error).__name__])[0]
         return False, f"Not ready: Python {here}, {first}: send this line to your instructor"
     book = "" if (site() / "index.html").exists() else ", without the book's pages"
     return True, f"Ready: Python {here}, torch {_torch_version()}, {len(sums)} ranks talk, notebooks run{book}."

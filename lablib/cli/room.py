@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lablib import course_folder
+from lablib import __version__, course_folder
 from lablib.calc.errors import one_of, plural
 from lablib.cli.copies import FIRST_PAGE, copy_labs
 
@@ -55,11 +55,13 @@ def lab(
 
 def writable_home() -> dict[str, str]:
     """Return variables that move what Jupyter, IPython and matplotlib write out of a home that cannot be written to."""
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))
     if home.is_dir() and os.access(home, os.W_OK):
         return {}
     folder = Path(tempfile.gettempdir()) / f"rung-home-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o77:  # its files would be somebody else's
+        folder = Path(tempfile.mkdtemp(prefix="rung-home-"))
     names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR")
     return {name: str(folder / name.lower()) for name in (*names, "XDG_CACHE_HOME") if name not in os.environ}
 
@@ -113,6 +115,7 @@ def submit(
     from lablib.launch.records import write_json
 
     os.environ.update(writable_home())
+    to.mkdir(parents=True, exist_ok=True)
     if work is None:  # on a hub, each person has a work/ of their own
         work = Path("work") if Path("work").is_dir() else course_folder() / "work"
     content = hand_in(work, [rung.zfill(2) for rung in rungs], name)
@@ -128,8 +131,10 @@ def submit(
                 typer.echo(f"    {each['name']}: {each['message']}")
         if found["ran"]:
             typer.echo(f"    from top to bottom, {found['ran']}")
-    stem = re.sub(r"[^\w-]+", "-", name.strip()).strip("-").lower() or "nameless"
-    path = write_json(to / f"{stem}-{re.sub(r'[^0-9T]', '', content['date'][:19])}.json", content)
+    stem = re.sub(r"[^\w-]+", "-", content["who"]).strip("-").lower()[:60] or "nameless"
+    path = write_json(
+        to / f"{stem}-{re.sub(r'[^0-9T]', '', content['date'][:19])}-{content['sha256'][:6]}.json", content
+    )
     typer.echo(f"hand in {shown(str(path))[1:-1]}")
 
 
@@ -144,16 +149,20 @@ def class_(
     """Put the submissions of a class side by side: class.html to look at, class.csv for a gradebook."""
     from lablib.checks.answers import board, read_class, read_jobs
 
+    jobs = read_jobs(challenge) if challenge else {}  # a bad job is said before anything is judged
     found = read_class(folder, everything_again=again)
     known = {name for _, name in found.columns()}
     found.counted = {one_of("exercise", name, known) for name in exercise or ()}
-    jobs = read_jobs(challenge) if challenge else {}
     boards = [board(found, name, settings) for name, settings in jobs.items()]
-    with (folder / "class.csv").open("w", encoding="utf-8", newline="") as file:
+    with (folder / "class.csv").open("w", encoding="utf-8", errors="replace", newline="") as file:
         csv.writer(file).writerows(found.rows())
-    (folder / "class.html").write_text(class_page(found, boards), encoding="utf-8")
+    (folder / "class.html").write_text(class_page(found, boards), encoding="utf-8", errors="replace")
     for name, why in found.unread.items():
         typer.echo(f"not read: {name}: {why}")
+    for who in sorted(who for who, files in found.files.items() if files > 1):
+        typer.echo(f"{found.files[who]} files by {who}: lab by lab the newest counts")
+    for version in sorted(found.versions - {__version__}):
+        typer.echo(f"written by lablib {version}, and this is {__version__}: --again judges here")
     for who in sorted(found.again):
         typer.echo(f"changed by hand after it was written, and judged again: {who}")
     typer.echo(f"{plural(len(found.labs), 'name')}, {plural(len(found.columns()), 'exercise')}")

@@ -386,5 +386,7 @@ def guesses(lines: Mapping[str, Sequence[float]]) -> Figure:
     ax.set_xlim(1 / most, most)
     ax.set_xticks([0.01, 0.1, 1, 10, 100], labels=["1/100", "1/10", "1", "10", "100"])
     ax.set_xlabel("guess over measurement")
-    name_rows(ax, [name if len(name) < 46 else f"{name[:44]}…" for name in lines])
+    name_rows(
+        ax, [name if len(name) < 46 else f"{name[:44]}…" for name in (each.replace("$", r"\$") for each in lines)]
+    )
     return fig

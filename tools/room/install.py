@@ -13,8 +13,11 @@ AGAIN = "RUNG_INSTALL_AGAIN"
 
 def main():
     """Make .venv, fill it, and say whether this machine is ready; an old Python must be able to read this."""
-    with open(os.path.join(HERE, "room.json")) as file:
-        wanted = json.load(file)["python"]
+    try:
+        with open(os.path.join(HERE, "room.json")) as file:
+            wanted = json.load(file)["python"]
+    except (OSError, ValueError, KeyError, TypeError):
+        sys.exit("Not ready: room.json beside this file is missing or damaged: unpack the archive again")
     if os.name == "nt":
         sys.exit(
             "On Windows the labs run in WSL: type  wsl --install  in PowerShell, restart, and run this line there."
@@ -37,8 +40,8 @@ def main():
         sys.exit("This Python makes no environments: sudo apt-get install python" + wanted + "-venv (Debian, Ubuntu)")
     venv = os.path.join(HERE, ".venv")
     python = os.path.join(venv, "bin", "python")
-    if not os.path.exists(python):
-        subprocess.check_call([sys.executable, "-m", "venv", venv])
+    if not os.path.exists(python) and subprocess.call([sys.executable, "-m", "venv", venv]) != 0:
+        sys.exit("Not ready: no environment could be made in " + HERE + ": can you write there?")
     wheels = os.path.join(HERE, "wheels", target)
     offline = ["--no-index", "--find-links", wheels] if os.path.isdir(wheels) else []
     print("Installing " + ("from wheels/" if offline else "from the registry") + ": some minutes ...", flush=True)
@@ -51,7 +54,10 @@ def main():
         subprocess.check_call(pip + ["--no-index", "--no-build-isolation", "-e", HERE], env=plain)  # noqa: RUF005 (old)
     except subprocess.CalledProcessError:
         mend = "" if offline else "; ask for the folder wheels/" + target + " and put it beside this file"
-        sys.exit("Not ready: pip could not install the packages, and says why above" + mend)
+        sys.exit(
+            "Not ready: pip could not install the packages, and says why above; try again without the folder .venv"
+            + mend
+        )
     sys.exit(subprocess.call([os.path.join(venv, "bin", "rung"), "doctor", "--workshop"]))
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--points", type=float, default=1, help="for each exercise; 1 if not given")
     asked, cells = parser.parse_args(), []
     rung, root = f"rung{asked.number}", Path(__file__).resolve().parents[2]
-    lab = json.loads(next(root.glob(f"labs/{asked.number}_*.ipynb")).read_text(encoding="utf-8"))
+    lab = json.loads(next(root.glob(f"labs/{asked.number.zfill(2)}_*.ipynb")).read_text(encoding="utf-8"))
     for cell in lab["cells"]:
         cells += [cell]
         if RAISE in (source := "".join(cell["source"])):

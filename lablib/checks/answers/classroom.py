@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from lablib.calc.errors import read_json
+from lablib.calc.errors import one_of, read_json
 from lablib.calc.layouts.planner import FIELDS, Layout, Plan, plan
-from lablib.checks.answers.graduation import TIMEOUT_S, exercises, in_process
+from lablib.checks.answers.graduation import GOALS, TIMEOUT_S, Status, exercises, in_process
 from lablib.checks.answers.submission import is_as_written, judge_again
-from lablib.launch.records import TEXT, check_fields
+from lablib.launch.records import FLOAT, TEXT, check_fields
 
 _SUBMISSION = {"who": TEXT, "date": TEXT, "lablib": TEXT, "labs": {}, "sha256": TEXT}
 _LAB = {
@@ -41,12 +41,15 @@ class Class:
         labs: By name and rung, the newest submission of that lab.
         again: Names whose files were changed by hand, and were judged again.
         unread: Files that are no submissions, each with why.
+        files: How many files each name has, and versions: those of lablib that wrote them.
         counted: Names of the exercises that count; empty: all of the rungs that somebody handed in.
     """
 
     labs: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     again: set[str] = field(default_factory=set)
     unread: dict[str, str] = field(default_factory=dict)
+    files: Counter[str] = field(default_factory=Counter)
+    versions: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
 
     @property
@@ -124,18 +127,22 @@ def read_class(folder: Path, *, everything_again: bool = False) -> Class:
         everything_again: Judge every submission here, not only those that were changed. This runs the learners' code.
     """
     found, dates = Class(), {}
-    for path in sorted(folder.glob("*.json")):
+    for path in (path for path in sorted(folder.glob("*.json")) if path.is_file()):
         try:
             content = check_fields(read_json(path), _SUBMISSION, path)
-            for lab in content["labs"].values():
-                check_fields(lab, _LAB, path)
-        except ValueError as error:
+            if not content["labs"]:
+                raise ValueError(f"{path}: labs is empty")
+            for rung, lab in content["labs"].items():
+                _check_lab(rung, lab, path)
+            changed = not is_as_written(content)
+            if changed or everything_again:
+                content = judge_again(content)
+        except (ValueError, OSError) as error:
             found.unread[path.name] = str(error)
             continue
-        changed = not is_as_written(content)
-        if changed or everything_again:
-            content = judge_again(content)
         who = content["who"]
+        found.files[who] += 1
+        found.versions |= {content["lablib"]}
         found.again |= {who} if changed else set()
         for rung, lab in content["labs"].items():
             if content["date"] >= dates.get((who, rung), ""):
@@ -147,12 +154,25 @@ def read_class(folder: Path, *, everything_again: bool = False) -> Class:
     return found
 
 
+def _check_lab(rung: str, lab: dict[str, Any], path: Path) -> None:
+    one_of("rung", rung, [goal.rung for goal in GOALS])  # it becomes the name of a file and of a module
+    check_fields(lab, _LAB, path)
+    for one in lab["predictions"].values():
+        check_fields(one, {"value?": FLOAT, "measured?": FLOAT}, path)
+    for each in lab["verdicts"]:
+        one_of("status", each["status"], get_args(Status))
+
+
 def read_jobs(path: Path) -> dict[str, dict[str, Any]]:
     """Return the jobs of a challenge: by name, what `plan` takes; a field of `Layout` among them would give it away."""
     jobs = check_fields(read_json(path), {}, path)
     for name, job in jobs.items():
         if not isinstance(job, dict) or not {"model", "gpus", "global_batch"} <= set(job) or set(job) & set(FIELDS):
             raise ValueError(f"{path}: {name} needs model, gpus and global_batch, and no field of a layout")
+        try:
+            _ = plan(**job).best
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {name}: {error}") from None
     return jobs
 
 
@@ -170,7 +190,7 @@ def board(found: Class, job: str, settings: Mapping[str, Any], *, timeout: float
             layout = _layout(labs["07"]["notebook"], job, timeout)
             mine = plan(**settings, **layout).best
         except (ValueError, TypeError) as error:
-            rows.append((who, "", None, None, str(error)))
+            rows.append((who, "", None, None, str(error)[:300]))
             continue
         rows.append(
             (who, str(mine.layout), mine.step, mine.step / best.best.step, "ties" if best.ties(mine) else "behind")
@@ -196,7 +216,7 @@ def _error(found: Plan) -> str:
 
 def _idea(message: str) -> str:
     """Return a check's sentence without the case in brackets at its end, and without its numbers."""
-    return re.sub(r"\d[\d.,]*", "N", re.sub(r"\s*\([^()]*\)\.?$", "", message.split("\n")[0])).strip(" .")
+    return re.sub(r"\d[\d.,]*", "N", re.sub(r"(?<!\s)\s*\([^()]*\)\.?$", "", message.split("\n")[0])).strip(" .")
 
 
 def _cell(text: str) -> str:

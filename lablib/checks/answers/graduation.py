@@ -17,6 +17,7 @@ import json
 import linecache
 import os
 import re
+import resource
 import signal
 import subprocess
 import symtable
@@ -31,8 +32,10 @@ from typing import Any, Literal
 from lablib.calc.errors import read_json
 from lablib.calc.runs import RUN_GPU_LABS
 from lablib.checks.judging import Verdict
+from lablib.launch.ranks import TURNS, place
 
 TIMEOUT_S = 180.0
+LARGEST_B = 2**30  # bytes of a file that an answer may write
 #: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
 Status = Literal["passed", "passed on CPU ranks", "not attempted", "wrong", "no lab"]
 
@@ -161,14 +164,18 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
     """Return status and message of one check, run in a process of its own."""
     try:
         source = answer_source(notebook, name)
-    except ValueError as error:
+    except (ValueError, SyntaxError, RecursionError) as error:  # a cell that parses and cannot be compiled
         return "wrong", str(error)
-    if source is None or is_untouched(source, name):
+    if source is None:
+        return "not attempted", f"No cell of {notebook.name} has `def {name}` at its left edge."
+    if is_untouched(source, name):
         return "not attempted", f"{name} in {notebook.name} is still a stub."
     try:
         verdict = in_process("judge", notebook, name, rung, timeout=timeout)
     except ValueError as error:
         return "wrong", str(error)
+    if not isinstance(verdict, dict) or not {"status", "message"} <= verdict.keys():
+        return "wrong", "It wrote into the file of its own verdict."
     return verdict["status"], verdict["message"]
 
 
@@ -181,23 +188,29 @@ def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float)
     with tempfile.TemporaryDirectory(prefix="answers-") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "lablib.checks.answers", work, str(notebook), name, str(result), *more]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            errors = process.communicate(timeout=timeout)[1]
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"It gave no result in {timeout:g} seconds: does it end?") from None
-        finally:
-            if process.poll() is None:  # with all that it started; its ranks follow it
-                with suppress(ProcessLookupError):
+        said = Path(folder) / "said"
+        with place(), said.open("wb") as errors:  # a turn is waited for before the clock starts
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+                env=os.environ | {TURNS: ""}, preexec_fn=_bounded,
+            )  # fmt: skip
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise ValueError(f"It gave no result in {timeout:g} seconds: does it end?") from None
+            finally:
+                with suppress(ProcessLookupError):  # with all that it started, also where it has ended itself
                     os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                process.wait()
         if not result.exists():
-            last = (errors.strip().splitlines() or ["no word"])[-1]
+            last = (said.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"])[-1][:300]
             raise ValueError(f"Its process ended with code {process.returncode}: {last}")
         return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _bounded() -> None:
+    """Let an answer fill no disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_B, LARGEST_B))
 
 
 def judge(notebook: Path, rung: str, name: str) -> Verdict:
@@ -229,18 +242,26 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
         raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None
     statements: list[ast.stmt] = []
     for source in sources:
-        with suppress(SyntaxError):  # a broken cell defines nothing, nor do lines for the shell and IPython's own
-            statements += ast.parse(re.sub(r"(?m)^\s*[%!?].*$|\?$", "", source)).body
+        statements += _parsed(source)
     homes = {defined: place for place, each in enumerate(statements) for defined in _defines(each)}
     if name not in homes or not isinstance(statements[homes[name]], ast.FunctionDef):
         return None
-    wanted, places = [name], set()
+    wanted, places = [name, "*"], set()  # what `from math import *` brings has no names here
     while wanted:
         place = homes.get(wanted.pop())
         if place is not None and place not in places:
             places.add(place)
             wanted += _reads(symtable.symtable(ast.unparse(statements[place]), "cell", "exec"))
     return "\n\n".join(ast.unparse(statements[place]) for place in sorted(places)) + "\n"
+
+
+def _parsed(source: str) -> list[ast.stmt]:
+    """Return the statements of a cell: none of a broken one, and all but the lines for the shell and IPython's own."""
+    # As it is first: a line of Python may begin with an operator, % or !=.
+    for text in (source, re.sub(r"(?m)^\s*[%!?].*$|\?$", "", source)):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.parse(text).body
+    return []
 
 
 def is_untouched(source: str, name: str) -> bool:
@@ -256,6 +277,10 @@ def _defines(statement: ast.stmt) -> list[str]:
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [item.asname or item.name.split(".")[0] for item in statement.names]
+    if isinstance(statement, ast.If | ast.Try | ast.With | ast.For):
+        return [name for each in ast.iter_child_nodes(statement) for name in _defines(each)]
+    if isinstance(statement, ast.ExceptHandler):
+        return [name for each in statement.body for name in _defines(each)]
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         nodes = ast.walk(statement)
         return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]

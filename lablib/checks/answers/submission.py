@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from typing import Any
 from lablib import __version__
 from lablib.calc.errors import read_json
 from lablib.checks.answers.graduation import GOALS, examine
+from lablib.launch.ranks import TURNS, place
 from lablib.launch.records import FOLDER_SWITCH, RECORD_SWITCH, experiments_dir, git_commit, this_machine, utc_now
 
 #: Seconds for a cell, and for a check. Only what never ends needs a limit: a machine that others use too may be slow.
@@ -43,7 +45,7 @@ def submit(work: Path, rungs: Sequence[str], who: str, *, timeout: float = PATIE
         with suppress(ValueError):  # a torn one is no report
             reports.append({"name": report.name, "rows": report_rows(report)})
     content = {
-        "who": who.strip(),
+        "who": unicodedata.normalize("NFC", who.strip().encode(errors="replace").decode()),
         "date": utc_now(),
         "lablib": __version__,
         "commit": git_commit(),
@@ -85,7 +87,9 @@ def _notebook(work: Path, rung: str) -> Path:
 def _lab(notebook: Path, rung: str, timeout: float) -> dict[str, Any]:
     """Run a notebook and judge each of its answers, one process after the other."""
     try:
-        cells = [{"cell_type": cell["cell_type"], "source": cell["source"]} for cell in read_json(notebook)["cells"]]
+        cells = [
+            {"cell_type": cell["cell_type"], "source": "".join(cell["source"])} for cell in read_json(notebook)["cells"]
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{notebook} is no notebook: {error}") from None
     ran, predictions = _run(notebook, timeout)
@@ -109,9 +113,11 @@ def _run(notebook: Path, timeout: float) -> tuple[str, dict[str, Any]]:
     predictions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="submit-") as folder:
         switches = {FOLDER_SWITCH: folder, RECORD_SWITCH: "0", "LABLIB_EXPERIMENTS": folder, "TQDM_DISABLE": "1"}
-        cells, stopped = run_cells(sources, notebook.parent, variables=switches, timeout=timeout)
+        with place():  # waited for before the clock of the first cell starts
+            cells, stopped = run_cells(sources, notebook.parent, variables=switches | {TURNS: ""}, timeout=timeout)
         for path in sorted(Path(folder).glob("*-predictions.json")):
-            predictions |= read_json(path)["predictions"]
+            with suppress(ValueError, KeyError, TypeError):  # a learner's own file of that name
+                predictions |= read_json(path)["predictions"]
     for number, cell in enumerate(cells, 1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":

@@ -40,4 +40,9 @@ def run_cells(
             client.execute(env=os.environ | dict(variables or {}))
         except Exception as lost:  # a kernel that died, a cell that did not end
             return client.nb.cells, (str(lost).strip().splitlines() or [type(lost).__name__])[0][:300]
+        finally:
+            if (
+                getattr(client, "_async_cleanup_kernel_future", None) is not None
+            ):  # nbclient takes both signals for itself
+                raise KeyboardInterrupt
         return client.nb.cells, ""

@@ -13,6 +13,7 @@ Minutes are those of her jobs' attempts, times their GPUs, so a process that sta
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -32,6 +33,8 @@ from lablib.launch.lab_runs.queue import assign_parameters, find_lab, read_json
 from lablib.launch.records import RECORDED_SWITCH, TEXT, WHOLE, check_fields, utc_now, write_json
 
 POLL_S = 0.5
+LONGEST = 10_000  # letters of a request
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a link could lead out of the room
 _END_S = 30  # for a run that is asked to stop
 _REQUEST = {"who": TEXT, "lab": TEXT, "parameters": {}, "gpus": WHOLE, "asked": TEXT}
 
@@ -50,6 +53,8 @@ def ask(room: Path, who: str, lab: str, parameters: Mapping[str, Any], *, gpus: 
     Raises:
         ValueError: If there is no such lab, if it has no such parameter, or if no name is given.
     """
+    if not room.is_dir():
+        raise ValueError(f"there is no folder {room}; `rung labs share` makes a room")
     path = find_lab(lab)
     assign_parameters([path], parameters)  # refused here, and not an hour later
     content = {"who": who, "lab": path.stem, "parameters": dict(parameters), "gpus": gpus}
@@ -81,6 +86,17 @@ def share(
         raise ValueError(f"minutes={minutes:g} must be above 0")
     for name in ("wanted", "done", "people", "answers"):
         (room / name).mkdir(parents=True, exist_ok=True)
+    with (room / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{room} is shared already: end the other `rung labs share` first") from None
+        for home in (room / "people").iterdir():  # runs of one that was killed live on, in sessions of their own
+            subprocess.run(_rung("stop"), env=_environment(room, home.name), capture_output=True, timeout=_END_S)
+        _serve(room, gpus, minutes, until_empty, say)
+
+
+def _serve(room: Path, gpus: Sequence[int], minutes: float, until_empty: bool, say: Any) -> None:
     seats = list(gpus) or [-1]
     running: list[_Run] = []
     try:
@@ -90,10 +106,9 @@ def share(
                 _hand_back(room, run, minutes, say)
             busy = {number for run in running for number in run.gpus}
             here = {run.file.name for run in running}
-            for file in _waiting(room, here, minutes, len(seats), say):
-                request = read_json(file)
+            for file, request in _waiting(room, here, minutes, len(seats), say):
                 free = [number for number in seats if number not in busy]
-                if request["who"] in {run.request["who"] for run in running}:
+                if folder_name(request["who"]) in {folder_name(run.request["who"]) for run in running}:
                     continue
                 if len(free) < max(1, request["gpus"]):
                     break  # else a run on two GPUs would wait until nobody wants one
@@ -101,14 +116,25 @@ def share(
                 busy |= set(chosen)
                 running.append(_start(room, file, request, chosen if gpus else [], minutes))
                 say(f"{request['who']}: {request['lab']} on {_seats(chosen if gpus else [])}")
-            if until_empty and not running and not any((room / "wanted").glob("*.json")):
+            if until_empty and not running and not _wanted(room):
                 return
             time.sleep(POLL_S)
     finally:
         for run in running:  # their workers live in sessions of their own
-            with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(_rung("stop"), env=_environment(room, run.request), capture_output=True, timeout=_END_S)
-            run.process.wait()
+            _stop(room, run)
+
+
+def _stop(room: Path, run: _Run) -> None:
+    """End a run; one that is just starting has nothing to stop yet, so it is asked again."""
+    end = time.monotonic() + _END_S
+    while run.process.poll() is None and time.monotonic() < end:
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                _rung("stop"), env=_environment(room, run.request["who"]), capture_output=True, timeout=_END_S
+            )
+        time.sleep(POLL_S)
+    run.process.kill()
+    run.process.wait()
 
 
 def used_minutes(room: Path, who: str) -> float:
@@ -121,26 +147,32 @@ def _count(device: Mapping[str, Any]) -> int:
     return max(1, len(device.get("gpus", ())))
 
 
-def _waiting(room: Path, here: set[str], minutes: float, seats: int, say: Any) -> list[Path]:
+def _waiting(room: Path, here: set[str], minutes: float, seats: int, say: Any) -> list[tuple[Path, dict[str, Any]]]:
     """Return the requests that may run, who has used least first; what cannot run is answered at once."""
     found = []
-    for file in sorted((room / "wanted").glob("*.json")):
+    for file in _wanted(room):
         if file.name in here:
             continue
         try:
             request = check_fields(read_json(file), _REQUEST, file)
+            if len(json.dumps(request)) > LONGEST:
+                raise ValueError(f"it has more than {LONGEST:,} letters")
+            folder_name(request["who"])
             assign_parameters([find_lab(request["lab"])], request["parameters"])
             used = used_minutes(room, request["who"])
             if request["gpus"] > seats:
                 raise ValueError(f"it asks for {request['gpus']} GPUs, and there are {seats}")
             if used >= minutes:
                 raise ValueError(f"the budget of {minutes:g} minutes is used up")
-        except ValueError as error:
-            who = file.stem.rsplit("-", 2)[0]
-            _answer(room, who, file, f"not run: {error}", say)
+        except (ValueError, KeyError, OSError) as error:
+            _answer(room, folder_name(file.stem.rsplit("-", 2)[0]), file, f"not run: {error}", say)
             continue
-        found.append((used, request["asked"], file.name, file))
-    return [file for *_, file in sorted(found)]
+        found.append((used, request["asked"], file.name, file, request))
+    return [(file, request) for *_, file, request in sorted(found, key=lambda each: each[:3])]
+
+
+def _wanted(room: Path) -> list[Path]:
+    return [file for file in sorted((room / "wanted").glob("*.json")) if file.is_file() and not file.is_symlink()]
 
 
 def _start(room: Path, file: Path, request: dict[str, Any], gpus: list[int], minutes: float) -> _Run:
@@ -158,7 +190,7 @@ def _start(room: Path, file: Path, request: dict[str, Any], gpus: list[int], min
     ]
     for name, value in request["parameters"].items():
         words += ["--parameter", f"{name}={json.dumps(value)}"]
-    environment = _environment(room, request)
+    environment = _environment(room, request["who"])
     folder = Path(environment["LABLIB_EXPERIMENTS"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("ab") as log:
@@ -167,12 +199,12 @@ def _start(room: Path, file: Path, request: dict[str, Any], gpus: list[int], min
         process = subprocess.Popen(
             _rung(*words), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    return _Run(request, file, gpus, process)
+    return _Run(request, file, gpus or [-1], process)
 
 
 def _hand_back(room: Path, run: _Run, minutes: float, say: Any) -> None:
     """Put a person's archive and a line on the run where she finds them."""
-    home = Path(_environment(room, run.request)["LABLIB_EXPERIMENTS"])
+    home = Path(_environment(room, run.request["who"])["LABLIB_EXPERIMENTS"])
     who = folder_name(run.request["who"])
     if archives := sorted(home.glob("*-results.tar.gz")):
         temporary = room / "answers" / f".{who}.part"
@@ -180,7 +212,7 @@ def _hand_back(room: Path, run: _Run, minutes: float, say: Any) -> None:
         temporary.replace(room / "answers" / f"{who}.tar.gz")
         for old in archives:
             old.unlink()
-    jobs = home.glob(f"*{run.request['lab']}*/job.json")
+    jobs = home.glob(f"*-{find_lab(run.request['lab']).stem}-*/job.json")
     attempts = sorted((each for job in jobs for each in read_json(job)["attempts"]), key=lambda each: each["began"])
     if run.process.returncode == 0:
         text = "done"
@@ -193,9 +225,11 @@ def _hand_back(room: Path, run: _Run, minutes: float, say: Any) -> None:
 
 
 def _answer(room: Path, who: str, file: Path, text: str, say: Any) -> None:
-    with (room / "answers" / f"{who}.txt").open("a", encoding="utf-8") as answers:
-        answers.write(f"{utc_now()} {file.stem}: {text}\n")
-    file.replace(room / "done" / file.name)
+    line = " ".join(f"{utc_now()} {file.stem}: {text}".split())
+    with suppress(OSError), os.fdopen(os.open(room / "answers" / f"{who}.txt", _APPEND, 0o644), "a") as answers:
+        answers.write(f"{line}\n")
+    with suppress(FileNotFoundError):  # taken back meanwhile
+        file.replace(room / "done" / file.name)
     say(f"{file.stem}: {text}")
 
 
@@ -204,8 +238,8 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _environment(room: Path, request: Mapping[str, Any]) -> dict[str, str]:
-    home = room.resolve() / "people" / folder_name(request["who"])
+def _environment(room: Path, who: str) -> dict[str, str]:
+    home = room.resolve() / "people" / folder_name(who)
     return os.environ | {"LABLIB_EXPERIMENTS": str(home), RECORDED_SWITCH: str(home / "recorded")}
 
 

@@ -36,11 +36,11 @@ def any_at_work(pids: Iterable[int]) -> bool:
         with suppress(psutil.Error):
             processes.append(psutil.Process(pid))
 
-    def seconds() -> list[float]:
-        found = []
+    def seconds() -> dict[int, float]:
+        found = {}
         for process in processes:
             with suppress(psutil.Error):
-                found.append(sum(process.cpu_times()[:2]))
+                found[process.pid] = sum(process.cpu_times()[:2])
         return found
 
     before = seconds()
@@ -50,7 +50,7 @@ def any_at_work(pids: Iterable[int]) -> bool:
             with suppress(psutil.Error):
                 if process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
                     return True
-    return any(after > earlier + _IDLE_S for earlier, after in zip(before, seconds(), strict=False))
+    return any(after > before.get(pid, after) + _IDLE_S for pid, after in seconds().items())
 
 
 @contextmanager
@@ -69,14 +69,27 @@ def place() -> Iterator[None]:
             _held = False
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _open(path: Path) -> TextIO:
+    with suppress(FileExistsError), path.open("x") as file:
+        os.chmod(file.fileno(), 0o666)  # whoever makes it lets the others hold it
+    try:
+        return path.open()
+    except OSError as error:
+        raise ValueError(
+            f"{TURNS}={path.parent}: {error.strerror}; it must be a folder that all can write to"
+        ) from None
+
+
 def _wait_for_one(folder: Path) -> TextIO:
-    places = max(1, (os.cpu_count() or 1) // CORES_EACH)
+    places = max(1, _cores() // CORES_EACH)
     began, told = time.monotonic(), False
     while True:
         for number in range(places):
-            file = (folder / f"place-{number}").open("a")
-            with suppress(OSError):
-                os.chmod(file.fileno(), 0o666)  # whoever makes it lets the others hold it
+            file = _open(folder / f"place-{number}")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file
