@@ -86,6 +86,7 @@ def rehearse(bundle: Path, folder: Path, learners: int) -> dict[str, object]:
             fill(notebook, kinds[name, rung])
     room, handed_in = folder / "room", folder / "handed in"
     handed_in.mkdir()
+    room.mkdir()
     rung_here = str(Path(sys.executable).with_name("rung"))
     for name, copy in copies.items():
         run(copy, "-m", "lablib.checks.answers", check=False)  # nothing to say without words: it must not hang either

@@ -37,8 +37,12 @@ def test_a_solution_is_found_in_notebooks_pages_programs_and_wheels(tmp_path):
     (tmp_path / "a.html").write_text(f"<pre><span>x</span>\n<span>{colored}</span>\n</pre>")
     (tmp_path / "a.py").write_text(f"def f():\n    {line}\n")
     with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("a/__init__.py", f"{line}\n")
-    assert len(bundle.leaks(tmp_path)) == 4
+        wheel.writestr("a/__init__.py", "\n".join(sorted(bundle.solution_lines())[:3]))
+        wheel.writestr("a/other.py", f"{line}\n")  # a line of everybody's
+    assert [found.partition(":")[0] for found in bundle.leaks(tmp_path)] == [
+        *["a-1-py3-none-any.whl/a/__init__.py"] * 3,
+        *("a.html", "a.ipynb", "a.py"),
+    ]
 
 
 def test_a_page_loses_solutions_and_what_is_for_instructors(tmp_path):

@@ -149,7 +149,7 @@ def copy_course(target: Path) -> None:
 
 def copy_site(site: Path, target: Path) -> None:
     """Copy the built site without the solutions and their pages, and without what is for instructors."""
-    shutil.copytree(site, target, ignore=shutil.ignore_patterns("solutions", "locales", ".buildinfo"))
+    shutil.copytree(site, target, ignore=shutil.ignore_patterns("solutions", "locales", "*.map", ".buildinfo"))
     for page in target.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         kept = _LINK.sub(r"\1", _NOTE.sub("", _SOLUTION.sub("", text)))
@@ -177,19 +177,21 @@ def solution_lines() -> set[str]:
 
 
 def leaks(folder: Path) -> list[str]:
-    """Return "FILE: LINE" for each line of a solution in the notebooks, pages, programs and wheels of a folder."""
+    """Return "FILE: LINE" for each line of a solution in the notebooks, pages, programs and wheels of a folder.
+
+    A file of a wheel is others' work, which has a line or two of everybody's; it is named from the third on.
+    """
     known, found = solution_lines(), []
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".ipynb", ".html", ".py", ".md", ".txt"):
             found += [f"{path.relative_to(folder)}: {line}" for line in known.intersection(_lines(path))]
-        elif path.suffix == ".whl":
+        elif path.suffix in (".whl", ".zip"):
             with zipfile.ZipFile(path) as wheel:
                 for name in wheel.namelist():
                     if name.endswith((".py", ".ipynb", ".md")):
                         lines = wheel.read(name).decode(errors="replace").splitlines()
-                        found += [
-                            f"{path.name}/{name}: {x}" for x in known.intersection(line.strip() for line in lines)
-                        ]
+                        hits = known.intersection(line.strip() for line in lines)
+                        found += [f"{path.name}/{name}: {line}" for line in hits if len(hits) > 2]
     return found
 
 
