@@ -97,9 +97,8 @@ def resolve(target: str) -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory(prefix="resolve-") as folder:
         listed, report = Path(folder, "requirements.txt"), Path(folder, "report.json")
         listed.write_text("".join(f"{name}=={version}\n" for name, version in needed(target).items()), encoding="utf-8")
-        tags = [word for tag in PLATFORMS[target][3] for word in ("--platform", tag)]
-        pip("install", "--dry-run", "--ignore-installed", "--target", f"{folder}/x", "--report", str(report), *tags,
-            "--python-version", PYTHON, "--implementation", "cp", "-r", str(listed))  # fmt: skip
+        pip("install", "--dry-run", "--ignore-installed", "--target", f"{folder}/x", "--report", str(report),
+            *_for(target), "-r", str(listed))  # fmt: skip
         wheels = json.loads(report.read_text(encoding="utf-8"))["install"]
     return [
         (
@@ -115,17 +114,19 @@ def fetch(target: str, folder: Path) -> list[tuple[str, str, str]]:
     """Download the wheels of a platform, and return (package, version, sha256) of each."""
     folder.mkdir(parents=True)
     pins = [f"{name}=={version}" for name, version in needed(target).items()]
-    tags = [word for tag in PLATFORMS[target][3] for word in ("--platform", tag)]
-    other = [] if target == HERE else [*tags, "--python-version", PYTHON, "--implementation", "cp"]
-    index = subprocess.run(
-        [sys.executable, ROOT / "tools" / "torch_index.py"], capture_output=True, text=True
-    ).stdout.split()
-    pip("download", "--dest", str(folder), *(index if target == HERE else []), *other, *pins)
+    index = subprocess.run([sys.executable, ROOT / "tools" / "torch_index.py"], capture_output=True, text=True).stdout
+    pip("download", "--dest", str(folder), *(index.split() if target == HERE else _for(target)), *pins)
     found = []
     for wheel in sorted(folder.glob("*.whl")):
         name, version = wheel.name.split("-")[:2]
         found.append((name, version.replace("%2B", "+"), hashlib.sha256(wheel.read_bytes()).hexdigest()))
     return found
+
+
+def _for(target: str) -> list[str]:
+    """Return pip's options for wheels of another platform."""
+    tags = [word for tag in PLATFORMS[target][3] for word in ("--platform", tag)]
+    return [*tags, "--python-version", PYTHON, "--implementation", "cp"]
 
 
 def pip(command: str, *words: str) -> None:

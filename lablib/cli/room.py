@@ -41,16 +41,21 @@ def lab(
         typer.echo(f"  {line}")
     if not site().exists():
         typer.echo("Their links to chapters open once the book is built: make book.")
+    set_up_jupyter()
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
+    command += [f"--LabApp.default_url=/lab/tree/work/{FIRST_PAGE}", f'--ServerApp.extra_static_paths=["{site()}"]']
+    command += ["--allow-root"] * (os.geteuid() == 0) + (args or [])
+    os.execve(sys.executable, command, os.environ | writable_home())
+
+
+def set_up_jupyter() -> None:
+    """Give this environment the course's settings of JupyterLab, and what each of its kernels loads."""
     for source, target in (
         ("jupyterlab.json", "share/jupyter/lab/settings/overrides.json"),
         ("ipython_config.py", "etc/ipython/ipython_config.py"),
     ):
         (Path(sys.prefix) / target).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / "tools" / source, Path(sys.prefix) / target)
-    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
-    command += [f"--LabApp.default_url=/lab/tree/work/{FIRST_PAGE}", f'--ServerApp.extra_static_paths=["{site()}"]']
-    command += ["--allow-root"] * (os.geteuid() == 0) + (args or [])
-    os.execve(sys.executable, command, os.environ | writable_home())
+        shutil.copy(course_folder() / "tools" / source, Path(sys.prefix) / target)
 
 
 def writable_home() -> dict[str, str]:

@@ -9,7 +9,6 @@ As an ordinary user, in the folder of a student's copy, after its install.py. Th
 """
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from jupyterhub.utils import random_port
 
 from lablib import course_folder
 from lablib.cli.copies import FIRST_PAGE, copy_labs
-from lablib.cli.room import site
+from lablib.cli.room import set_up_jupyter, site
 
 c, ROOT = get_config(), course_folder()  # noqa: F821, the first comes from JupyterHub
 for name in ("ROOM_FOLDER", "ROOM_PASSWORD"):
@@ -28,12 +27,7 @@ folder = Path(os.environ["ROOM_FOLDER"]).expanduser().resolve()
 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 for each in (people := folder / "people", turns := folder / "turns", book := folder / "book", tmp := folder / "tmp"):
     each.mkdir(exist_ok=True)
-for source, target in (  # as `rung lab` does, for every kernel of this environment
-    ("jupyterlab.json", "share/jupyter/lab/settings/overrides.json"),
-    ("ipython_config.py", "etc/ipython/ipython_config.py"),
-):
-    (Path(sys.prefix) / target).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "tools" / source, Path(sys.prefix) / target)
+set_up_jupyter()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where `&` has it ignored, services would end late
 
 c.JupyterHub.bind_url = os.environ.get("ROOM_ADDRESS", "http://127.0.0.1:8000")

@@ -122,9 +122,8 @@ def examine(
     work: Path, *, rungs: Sequence[str] | None = None, every: bool = False, timeout: float = TIMEOUT_S
 ) -> Iterator[Outcome]:
     """Yield the outcome of each check, as soon as it is known; nothing that an answer does ends this."""
-    from lablib.launch.runs import (
-        gpu_report,  # late: it loads all of training, which the process of an answer never needs
-    )
+    # Late: it loads all of training, which the process of an answer does not need.
+    from lablib.launch.runs import gpu_report
 
     if not timeout > 0:
         raise ValueError(f"timeout={timeout:g} must be above 0 seconds")
@@ -133,17 +132,22 @@ def examine(
     if unknown := sorted(set(chosen) - set(known)):
         raise ValueError(f"there is no rung {', '.join(unknown)}; there are {known[0]} to {known[-1]}")
     for goal in (goal for goal in GOALS if goal.rung in chosen):
-        notebooks = sorted(p for p in work.glob(f"{goal.rung}_*.ipynb") if not p.name.endswith(".new.ipynb"))
+        notebook = own_lab(work, goal.rung)
         for name in exercises(goal.rung) if every else goal.checks:
-            if not notebooks:
+            if notebook is None:
                 missing = f"{work} has no lab {goal.rung}: `make lab` copies it there."
                 yield Outcome(goal.rung, name, "no lab", missing)
                 continue
-            status, message = _judged(notebooks[0], goal.rung, name, timeout)
+            status, message = _judged(notebook, goal.rung, name, timeout)
             if goal.rented and name in goal.checks and status == "passed" and gpu_report() is None:
                 status = "passed on CPU ranks"
                 message = f"Not yet on GPUs, which its sentence asks for: {RUN_GPU_LABS}"
             yield Outcome(goal.rung, name, status, message)
+
+
+def own_lab(work: Path, rung: str) -> Path | None:
+    """Return a learner's notebook of a rung, and no newer version that lies beside it; None if there is none."""
+    return next((path for path in sorted(work.glob(f"{rung}_*.ipynb")) if ".new" not in path.name), None)
 
 
 def exercises(rung: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lablib import __version__
 from lablib.calc.errors import read_json
-from lablib.checks.answers.graduation import GOALS, examine
+from lablib.checks.answers.graduation import GOALS, examine, own_lab
 from lablib.launch.ranks import TURNS, place
 from lablib.launch.records import FOLDER_SWITCH, RECORD_SWITCH, experiments_dir, git_commit, this_machine, utc_now
 
@@ -78,10 +78,10 @@ def judge_again(content: dict[str, Any], *, timeout: float = PATIENCE_S) -> dict
 def _notebook(work: Path, rung: str) -> Path:
     if rung not in {goal.rung for goal in GOALS}:
         raise ValueError(f"there is no rung {rung}; there are {GOALS[0].rung} to {GOALS[-1].rung}")
-    found = sorted(path for path in work.glob(f"{rung}_*.ipynb") if not path.name.endswith(".new.ipynb"))
-    if not found:
+    found = own_lab(work, rung)
+    if found is None:
         raise ValueError(f"{work} has no lab {rung}: `rung lab` copies it there")
-    return found[0]
+    return found
 
 
 def _lab(notebook: Path, rung: str, timeout: float) -> dict[str, Any]:

@@ -41,8 +41,7 @@ def run_cells(
         except Exception as lost:  # a kernel that died, a cell that did not end
             return client.nb.cells, (str(lost).strip().splitlines() or [type(lost).__name__])[0][:300]
         finally:
-            if (
-                getattr(client, "_async_cleanup_kernel_future", None) is not None
-            ):  # nbclient takes both signals for itself
+            # nbclient takes SIGINT and SIGTERM for itself, and ends as if all cells had run.
+            if getattr(client, "_async_cleanup_kernel_future", None) is not None:
                 raise KeyboardInterrupt
         return client.nb.cells, ""

@@ -178,16 +178,8 @@ def _wanted(room: Path) -> list[Path]:
 def _start(room: Path, file: Path, request: dict[str, Any], gpus: list[int], minutes: float) -> _Run:
     left = minutes - used_minutes(room, request["who"])
     chosen = ",".join(map(str, gpus)) + "," if gpus else "cpu"  # a comma at the end: a list, of one GPU too
-    words = [
-        "run",
-        request["lab"],
-        "--gpus",
-        chosen,
-        "--record",
-        "--pack",
-        "--budget-minutes",
-        f"{left / max(1, len(gpus)):.2f}",
-    ]
+    words = ["run", request["lab"], "--gpus", chosen, "--record", "--pack"]
+    words += ["--budget-minutes", f"{left / max(1, len(gpus)):.2f}"]
     for name, value in request["parameters"].items():
         words += ["--parameter", f"{name}={json.dumps(value)}"]
     environment = _environment(room, request["who"])

@@ -74,9 +74,9 @@ def _cores() -> int:
 
 
 def _open(path: Path) -> TextIO:
-    with suppress(FileExistsError), path.open("x") as file:
-        os.chmod(file.fileno(), 0o666)  # whoever makes it lets the others hold it
     try:
+        with suppress(FileExistsError), path.open("x") as file:
+            os.chmod(file.fileno(), 0o666)  # whoever makes it lets the others hold it
         return path.open()
     except OSError as error:
         raise ValueError(
