@@ -2,12 +2,14 @@
 
 # ruff: noqa: E731
 
+import dataclasses
 import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from lablib.calc.precision import find_optimizer
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import asked, listed, told
 
@@ -394,6 +396,153 @@ class zero3_step:
         return torch.stack(shards)
 
 
+_MUON = {
+    "homes": lambda k, n: k % n,
+    "update": lambda m, g: m.mul_(0.9).add_(g),
+    "moves": lambda factor, matrix: factor(matrix),
+    "send": lambda m: m,
+    "turn": 0,
+}
+
+
+def _muon(weights, gradients, momenta, lr, factor, **changes):
+    """A home for each matrix; what else a defect does is a function or a number."""
+    how = _MUON | changes
+    for k, (weight, gradient, momentum) in enumerate(zip(weights, gradients, momenta, strict=True)):
+        out, home = how["send"](how["update"](momentum, gradient)), how["homes"](k, dist.get_world_size())
+        rows, mine = _rows_at(home, out), torch.empty_like(out)
+        back = rows and list(how["moves"](factor, torch.cat(rows)).to(out.dtype).chunk(len(rows)))
+        dist.scatter(mine, back and back[how["turn"] :] + back[: how["turn"]], home)
+        weight.sub_(lr * mine)
+
+
+def _rows_at(home, rows):
+    found = [torch.empty_like(rows) for _ in range(dist.get_world_size())] if dist.get_rank() == home else None
+    dist.gather(rows, found, home)
+    return found
+
+
+def _other_muon(**how):
+    return lambda *job: _muon(*job, **how)
+
+
+def _everywhere(rows):
+    everything = rows.new_empty(dist.get_world_size() * rows.numel())
+    all_gather(everything, rows.flatten())
+    return everything.view(-1, rows.shape[1])
+
+
+def _own_polar(matrix):
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def _for_each(move):
+    """A matrix after the other, all ranks together: a weight moves by its rows of what `move` returns."""
+
+    def answer(weights, gradients, momenta, lr, factor):
+        for k, (weight, gradient, momentum) in enumerate(zip(weights, gradients, momenta, strict=True)):
+            weight.sub_(lr * move(momentum.mul_(0.9).add_(gradient), factor, k % dist.get_world_size()))
+
+    return answer
+
+
+class lean_muon:
+    without_the_idea_gathers_all = _for_each(lambda m, factor, home: _mine(factor(_everywhere(m))))
+    each_part_alone = _for_each(lambda m, factor, home: factor(m))
+
+    @_for_each
+    def broadcasts_the_whole_factor(momentum, factor, home):
+        rows, n = _rows_at(home, momentum), dist.get_world_size()
+        whole = factor(torch.cat(rows)) if rows else momentum.new_empty(n * len(momentum), momentum.shape[1])
+        dist.broadcast(whole, home)
+        return _mine(whole)
+
+    def weights_travel_too(weights, *rest):
+        for k, weight in enumerate(weights):
+            _rows_at(k % dist.get_world_size(), weight)
+        _muon(weights, *rest)
+
+    one_home_for_all = _other_muon(homes=lambda k, n: 0)
+    momentum_without_a_factor = _other_muon(moves=lambda factor, matrix: matrix)
+    own_factor_uncounted = _other_muon(moves=lambda factor, matrix: _own_polar(matrix))
+    computes_every_factor_twice = _other_muon(moves=lambda factor, matrix: (factor(matrix) + factor(matrix)) / 2)
+    uphill = _other_muon(moves=lambda factor, matrix: -factor(matrix))
+    no_learning_rate = lambda w, g, m, lr, factor: _muon(w, g, m, 1, factor)
+    rows_of_the_next_rank = _other_muon(turn=1)
+    momentum_not_kept = _other_muon(update=lambda m, g: 0.9 * m + g)
+    momentum_of_the_gradient_alone = _other_muon(update=lambda m, g: m.copy_(g))
+    old_momentum_in_full = _other_muon(update=lambda m, g: m.add_(g))
+    single_precision_on_its_way = _other_muon(send=lambda m: m.float())
+    rebinds_the_weights = lambda weights, *rest: _muon([weight.clone() for weight in weights], *rest)
+
+    def right(weights, gradients, momenta, lr, factor):
+        """Second solution: two all-to-alls, each of one flat tensor, homes dealt out the largest first."""
+        n, rank = dist.get_world_size(), dist.get_rank()
+        torch._foreach_mul_(momenta, 0.9)
+        torch._foreach_add_(momenta, gradients)
+        order = sorted(range(len(momenta)), key=lambda k: -momenta[k].numel())
+        dealt = [order[r::n] for r in range(n)]
+        sizes = [sum(momenta[k].numel() for k in home) for home in dealt]
+        rows = torch.cat([momenta[k].flatten() for home in dealt for k in home])
+        whole = rows.new_empty(n * sizes[rank])
+        dist.all_to_all_single(whole, rows, [sizes[rank]] * n, sizes)
+        pieces = whole.view(n, -1).split([momenta[k].numel() for k in dealt[rank]], 1)
+        mine = [momenta[k].shape[1] for k in dealt[rank]]
+        found = [factor(p.reshape(-1, width)).reshape(n, -1) for p, width in zip(pieces, mine, strict=True)]
+        dist.all_to_all_single(rows, torch.cat(found, 1).flatten(), sizes, [sizes[rank]] * n)
+        order = [k for home in dealt for k in home]
+        for k, part in zip(order, rows.split([momenta[k].numel() for k in order]), strict=True):
+            weights[k] -= lr * part.view_as(weights[k])
+
+    @_for_each
+    def right_2(momentum, factor, home):
+        """Third solution: two all-to-alls for each matrix, in which all ranks but the home expect nothing."""
+        n, size = dist.get_world_size(), momentum.numel()
+        there, to_home = [size * (dist.get_rank() == home)] * n, [size * (r == home) for r in range(n)]
+        whole, rows = momentum.new_empty(sum(there)), torch.empty_like(momentum).flatten()
+        dist.all_to_all_single(whole, momentum.flatten(), there, to_home)
+        whole = factor(whole.view(-1, momentum.shape[1])).flatten() if any(there) else whole
+        dist.all_to_all_single(rows, whole, to_home, there)
+        return rows.view_as(momentum)
+
+    @_for_each
+    def right_3(momentum, factor, home):
+        """Fourth solution: sends and receives, the last rank the first home, and wide matrices turned over."""
+        rank, n = dist.get_rank(), dist.get_world_size()
+        home, mine = n - 1 - home, torch.empty_like(momentum)
+        if rank != home:
+            dist.send(momentum, home)
+            dist.recv(mine, home)
+            return mine
+        rows = [momentum if r == rank else torch.empty_like(momentum) for r in range(n)]
+        for r in set(range(n)) - {home}:
+            dist.recv(rows[r], r)
+        found = factor(torch.cat(rows).T).T.contiguous().chunk(n)
+        for r in set(range(n)) - {home}:
+            dist.send(found[r], r)
+        return found[home]
+
+    def right_4(weights, gradients, momenta, lr, factor):
+        """Fifth solution: by shape. A stack for each shape, padded with zeros, dealt out evenly, and one batch a rank."""
+        n = dist.get_world_size()
+        for shape in sorted({tuple(weight.shape) for weight in weights}):
+            group = [k for k, weight in enumerate(weights) if tuple(weight.shape) == shape]
+            each = -(-len(group) // n)
+            stack = weights[0].new_zeros(n * each, *shape)
+            for place, k in enumerate(group):
+                stack[place] = momenta[k].mul_(0.9).add_(gradients[k])
+            whole = torch.empty_like(stack)
+            dist.all_to_all_single(whole, stack)
+            whole = whole.view(n, each, *shape).transpose(0, 1).reshape(each, n * shape[0], shape[1])
+            dist.all_to_all_single(stack, factor(whole).view(each, n, *shape).transpose(0, 1).reshape_as(stack))
+            for place, k in enumerate(group):
+                weights[k].sub_(lr * stack[place])
+
+    #: Sixth solution: the last matrices at the first ranks, as many on each.
+    right_5 = _other_muon(homes=lambda k, n: (8 - k) // 2 % n)
+
+
 def _tradeoffs(
     params,
     ranks,
@@ -545,7 +694,83 @@ class zero_tradeoffs:
 
 
 #: What the sentence about a mistake must say.
+def _moments(shapes, ranks, budget, step, diverges, rows=lambda r, n: -(-r // n), least=4096, whole=True, scale=4, two=2,
+             sizes=None, temporary=True, order=("fp32", "8bit", "4bit")):  # fmt: skip
+    shards = sizes(shapes, ranks) if sizes else [rows(r, ranks) * c for r, c in shapes]
+
+    def bytes_of(n, bits, block):
+        if block and n >= least and not (whole and n % block):
+            return n * bits / 8 + scale * math.ceil(n / block)
+        return 4 * n
+
+    kinds = {"fp32": (32, 0), "8bit": (8, 256), "4bit": (4, 128)}
+    held = {name: two * sum(bytes_of(n, *kind) for n in shards) for name, kind in kinds.items()}
+    need = {name: held[name] + (step * max(shards) if temporary and name != "fp32" else 0) for name in held}
+    return {"held": held, "best": next((n for n in order if n not in diverges and need[n] <= budget), None)}
+
+
+class moments_recipe:
+    # Right arithmetic for bytes a parameter, and no thought of tensors and their shards.
+    without_the_idea_one_flat_array = lambda *case: _moments(
+        *case, sizes=lambda shapes, n: [-(-sum(r * c for r, c in shapes) // n)], least=0, whole=False
+    )
+    short_last_blocks = lambda *case: _moments(*case, whole=False)
+    small_ones_too = lambda *case: _moments(*case, least=0)
+    every_shard = lambda *case: _moments(*case, least=0, whole=False)
+    no_scales_at_all = lambda *case: _moments(*case, scale=0)
+    scales_in_16_bits = lambda *case: _moments(*case, scale=2)
+    one_moment = lambda *case: _moments(*case, two=1)
+    nothing_sharded = lambda *case: _moments(*case, rows=lambda r, n: r)
+    compiled_in_any_case = lambda *case: _moments(*case, temporary=False)
+    fewest_bits_first = lambda *case: _moments(*case, order=("4bit", "8bit", "fp32"))
+    what_diverges_too = lambda shapes, ranks, budget, step, diverges: _moments(shapes, ranks, budget, step, set())
+    never_none = lambda *case: told(_moments, lambda found: {**found, "best": found["best"] or "fp32"})(*case)
+    names_bits = lambda *case: told(_moments, lambda found: {**found, "best": 8})(*case)
+
+    def right(shapes, ranks, budget, step, diverges):
+        """Second solution: the calculator's own count, without tables."""
+        sizes = [-(-rows // ranks) * columns for rows, columns in shapes]
+        held, need = {"fp32": 8 * sum(sizes)}, {}
+        for name in ("8bit", "4bit"):
+            known = dataclasses.replace(find_optimizer(f"adamw-{name}"), table=0)
+            held[name] = sum(known.bytes_of_tensors(sizes).values())
+            need[name] = held[name] + step * max(sizes)
+        need["fp32"] = held["fp32"]
+        fits = [name for name in ("4bit", "8bit", "fp32") if need[name] <= budget and name not in diverges]
+        return held, (fits or [None])[-1]
+
+    right_2 = lambda *case: told(
+        _moments, lambda found: {k: v if k == "best" else {n: float(b) for n, b in v.items()} for k, v in found.items()}
+    )(*case)
+
+
 SENTENCES = {
+    "without_the_idea_one_flat_array": "one flat array",
+    "short_last_blocks": "no block here",
+    "small_ones_too": "4,096",
+    "every_shard": "Every shard is quantized",
+    "no_scales_at_all": "has a scale",
+    "scales_in_16_bits": "not 2",
+    "one_moment": "has two",
+    "nothing_sharded": "nothing were sharded",
+    "compiled_in_any_case": "Without a compiler",
+    "fewest_bits_first": "keeps more bits",
+    "what_diverges_too": "diverges on this model",
+    "never_none": "does not fit",
+    "names_bits": "or None",
+    "without_the_idea_gathers_all": "most of the work is waste",
+    "broadcasts_the_whole_factor": "nobody else a whole factor",
+    "weights_travel_too": "more need not travel",
+    "each_part_alone": "the factor of a part is not the part of the factor",
+    "one_home_for_all": "deal the homes out",
+    "momentum_without_a_factor": "not its factor",
+    "own_factor_uncounted": "Call `factor` for each whole matrix",
+    "no_learning_rate": "no learning rate",
+    "rows_of_the_next_rank": "another rank's",
+    "single_precision_on_its_way": "single precision only",
+    "momentum_not_kept": "`momenta` is not this rank's rows",
+    "momentum_of_the_gradient_alone": "The first step is right and the second is not",
+    "computes_every_factor_twice": "most of the work is waste",
     "never_ends": "It never ends",
     "of_the_last_rank": "That is the last rank",
     "of_all_ranks": "what all ranks hold together",
@@ -596,4 +821,4 @@ SENTENCES = {
     "every_stage_adds_traffic": "No stage but 3 sends more than DDP",
 }
 
-DEFECTS, SECOND_SOLUTIONS = listed(state_bytes, zero2_step, zero3_step, zero_tradeoffs)
+DEFECTS, SECOND_SOLUTIONS = listed(state_bytes, zero2_step, zero3_step, lean_muon, moments_recipe, zero_tradeoffs)

@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from lablib.launch.precision import product_error, through
 from tests.planted import asked, listed, told
 
 
@@ -430,7 +431,100 @@ class fp8_round_trip:
         return (x.double() / whole).clamp(-448, 448).to(torch.float8_e4m3fn).double() * whole
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round_trip)
+def _block(largest, rest=0.0):
+    return [largest, *[rest] * 31]
+
+
+def _blocks(floor=500.0, even=480.0, none=300.0):
+    return {"floor": _block(floor), "even": _block(even), "none": _block(none)}
+
+
+class mx_blocks:
+    even_cuts_it_too = lambda: _blocks(floor=480.0)
+    e4m3_reaches_512 = lambda: _blocks(floor=400.0, even=400.0)
+    even_rounds_it_up = lambda: _blocks(even=508.0)
+    a_power_of_two = lambda: _blocks(none=256.0)
+    none_is_cut_too = lambda: _blocks(none=470.0)
+    sixteen_values = lambda: {name: block[:16] for name, block in _blocks().items()}
+    infinite = lambda: _blocks(floor=math.inf)
+    nothing = lambda: _blocks(even=0.0)
+
+    def right():
+        """Second solution: other powers, other places, negative, in tensors."""
+        made = {"floor": -0.973, "even": 1.8 * 2.0**-90, "none": 1.1 * 2.0**60}
+        return {name: torch.full((32,), value) for name, value in made.items()}
+
+    right_2 = lambda: tuple(np.array(_block(x, x / 3)) for x in (511.0, 449.0, 440.0))
+
+
+def _of_three(form, x, w, g, trip=through):
+    return [
+        product_error(trip(form, x) @ trip(form, w).T, x @ w.T),
+        product_error(trip(form, g, gradient=True) @ trip(form, w.T).T, g @ w),
+        product_error(trip(form, g.T, gradient=True) @ trip(form, x.T).T, g.T @ x),
+    ]
+
+
+def _recipe(units, layers, limit, errors=_of_three, worst=max, scales=True, kept=None, order=("nvfp4", "fp8", "mxfp8")):
+    bits = {"nvfp4": 4.5 if scales else 4, "mxfp8": 8.25 if scales else 8, "fp8": 8, "bf16": 16}
+    formats = {
+        name: next((f for f in order if f in units and worst(errors(f, *layer)) <= limit), "bf16")
+        for name, layer in layers.items()
+    }
+    size = sum(
+        x.numel() * bits[kept or formats[n]] / 8 + 4 * (scales and not kept and formats[n] in ("nvfp4", "fp8"))
+        for n, (x, *_) in layers.items()
+    )
+    return {"formats": formats, "kept": size}
+
+
+def _once(form, x, w, g):
+    x_, w_, g_ = (through(form, m, gradient=m is g) for m in (x, w, g))
+    return [product_error(x_ @ w_.T, x @ w.T), product_error(g_ @ w_, g @ w), product_error(g_.T @ x_, g.T @ x)]
+
+
+class block_recipe:
+    # Right arithmetic for forward, and no thought of backward.
+    without_the_idea_forward_alone = lambda *case: _recipe(*case, errors=lambda *layer: _of_three(*layer)[:1])
+    without_the_weights_gradient = lambda *case: _recipe(*case, errors=lambda *layer: _of_three(*layer)[:2])
+    quantizes_each_matrix_once = lambda *case: _recipe(*case, errors=_once)
+    errors_of_matrices = lambda *case: _recipe(
+        *case, errors=lambda f, x, w, g: [product_error(through(f, m, gradient=m is g), m) for m in (x, w, g)]
+    )
+    the_mean_of_three = lambda *case: _recipe(*case, worst=lambda errors: sum(errors) / 3)
+    whatever_the_hardware = lambda units, layers, limit: _recipe({"nvfp4", "fp8", "mxfp8"}, layers, limit)
+    bf16_to_be_safe = lambda units, layers, limit: _recipe(set(), layers, limit)
+    keeps_bf16 = lambda *case: _recipe(*case, kept="bf16")
+    keeps_no_scales = lambda *case: _recipe(*case, scales=False)
+    most_bits_first = lambda *case: _recipe(*case, order=("mxfp8", "fp8", "nvfp4"))
+    int8_for_all = lambda units, layers, limit: {"formats": dict.fromkeys(layers, "int8"), "kept": 1}
+
+    def right(units, layers, limit):
+        """Second solution: torch.linalg, a table of bits, and the layers backwards."""
+        found, kept = {}, 0.0
+        for name in reversed(layers):
+            x, w, g = layers[name]
+            pairs = [(x, w, False), (g, w.T, True), (g.T, x.T, True)]
+            good = ["bf16"]
+            for form in sorted(units, key={"nvfp4": 1, "fp8": 2, "mxfp8": 3}.get, reverse=True):
+                off = []
+                for a, b, gradient in pairs:
+                    exact = a @ b.T
+                    made = through(form, a, gradient=gradient) @ through(form, b).T
+                    off.append(
+                        (torch.linalg.vector_norm(made - exact, dim=1) / torch.linalg.vector_norm(exact, dim=1)).mean()
+                    )
+                if all(one <= limit for one in off):
+                    good.append(form)
+            found[name] = good[-1]
+            per = {"nvfp4": 4 + 8 / 16 + 32 / x.numel(), "fp8": 8 + 32 / x.numel(), "mxfp8": 8 + 8 / 32, "bf16": 16}
+            kept += per[good[-1]] * x.numel() / 8
+        return found, kept
+
+    right_2 = lambda *case: told(_recipe, lambda answer: {**answer, "kept": np.float32(answer["kept"])})(*case)
+
+
+DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round_trip, mx_blocks, block_recipe)
 
 #: What the sentence about a defect must say.
 SENTENCES = {
@@ -456,5 +550,12 @@ SENTENCES = {
     "counts_no_rows": "never ends", "zero_below_the_smallest_subnormal": "is rounded to it, not to zero",
     "never_leaves_fp16": "fp32 first", "adds_up_in_fp16_to_look_for_infinity": "look at each value",
     "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
+    "even_cuts_it_too": "where even goes up", "e4m3_reaches_512": "E4M3 has 448", "even_rounds_it_up": "near to 512",
+    "a_power_of_two": "wastes nothing", "none_is_cut_too": "is cut off", "sixteen_values": "32 values",
+    "infinite": "infinite values", "nothing": "no largest value",
+    "without_the_idea_forward_alone": "forward alone", "without_the_weights_gradient": "sums over tokens",
+    "quantizes_each_matrix_once": "quantized once", "errors_of_matrices": "single matrices", "the_mean_of_three": "hides the worst",
+    "whatever_the_hardware": "no matrix units", "bf16_to_be_safe": "fewer bits than bf16", "keeps_bf16": "in bf16",
+    "keeps_no_scales": "Scales are kept too", "most_bits_first": "fewer bits than mxfp8", "int8_for_all": "none of nvfp4",
     "blocks_out_of_their_places": "in other places", "ones_for_a_block_of_zeros": "a block of zeros stays one",
 }  # fmt: skip

@@ -40,7 +40,7 @@ RIGHT = [(rung, name, i) for rung, name in ALONE for i in range(len(_defects(run
 #: Answers that write into what they are given, or return tensors: there is no other type to try.
 IN_PLACE = {
     *("enter_columns", "leave_rows", "split_mlp", "gather_tokens", "scatter_tokens", "cross_entropy"),
-    *("zero2_step", "ring_all_reduce"),
+    *("zero2_step", "lean_muon", "ring_all_reduce"),
 }
 
 #: Checks that draw their cases, and how many other draws are tried.

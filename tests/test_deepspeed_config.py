@@ -14,13 +14,11 @@ import pytest
 
 from lablib.calc.models import preset
 from lablib.calc.parallel import (
-    arithmetic_intensity,
     as_deepspeed_json,
     deepspeed_settings,
     offload_efficiency,
     offload_step,
     persistent_params,
-    swap_seconds,
     zero2_estimate,
     zero3_estimate,
 )
@@ -134,12 +132,10 @@ def test_zero2_documentation_and_code_disagree(offload, variant, gpu):
 
 
 def test_zero_infinity_s_bandwidths():
-    weights = arithmetic_intensity("weights", seq=1024, batch=1)
+    weights, optimizer, checkpoints = 1024, 2 * 1024 / 4, 24 * 2048  # FLOPs a byte: s b, s b / 4 and 24 h
     assert offload_efficiency(weights, 70e9, 70e12) > 0.5 > offload_efficiency(weights, 60e9, 70e12)
-    optimizer = arithmetic_intensity("optimizer", seq=1024, batch=2)
     assert offload_efficiency(optimizer, 1.5e12, 70e12) > 0.9
-    assert arithmetic_intensity("optimizer", seq=1024, batch=4) == weights  # four times the bandwidth
-    assert offload_efficiency(arithmetic_intensity("checkpoints", hidden=2048), 2e9, 70e12) > 0.5
+    assert offload_efficiency(checkpoints, 2e9, 70e12) > 0.5
 
 
 def test_offload_step_adds_up():
@@ -152,7 +148,6 @@ def test_offload_step_adds_up():
     assert few.exposed_down == pytest.approx(2 - 1.2)
     shared = offload_step(10**9, tokens=3000, flops=1e12, host_bandwidth=1e9, cpu_bandwidth=28e9, ranks=4)
     assert shared.step == pytest.approx(18 + 3 / 4)
-    assert swap_seconds(10**9, ranks=4, bandwidth=6e9) == pytest.approx(2 * 12 / 4 / 6)
 
 
 # DeepSpeed itself

@@ -23,6 +23,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 #: Extras outside `all`. Few environments have them, so what each brings by itself, besides what `all` has, is
 #: written down here: pins are held to it everywhere, and it is held to the packages wherever they are installed.
 OPTIONAL = {
+    "bnb": {"bitsandbytes"},
     "deepspeed": {"deepspeed", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"},
     "fp8": {"torchao"},
     "peft": {"peft"},

@@ -185,13 +185,13 @@ def test_scales_in_four_and_eight_bits() -> None:
     # 4 bits a value, 8 for each 16, and 32 for the tensor.
     assert fp8.quantized_bytes(64, 64, "nvfp4") == 64 * 64 * 4.5 / 8 + 4
     assert fp8.quantized_bytes(64, 64, "mx32") == 64 * 64 * 8.25 / 8
-    assert [fp8.mx_scale(x) for x in (0, 448, 449, 224, 225, 14)] == [1, 1, 2, 0.5, 1, 2**-5]
-    assert [fp8.mx_scale(x, up=False) for x in (0, 448, 449, 511, 512, 14)] == [1, 1, 1, 1, 2, 2**-5]
+    assert [fp8.mx_scale(x) for x in (0, 448, 449, 224, 225, 14)] == [2.0**-127, 1, 2, 0.5, 1, 2**-5]
+    assert [fp8.mx_scale(x, rounding="floor") for x in (0, 448, 449, 511, 512, 14)] == [2.0**-127, 1, 1, 1, 2, 2**-5]
     rng = random.Random(SEED)
     for _ in range(200):
         largest = 2 ** rng.uniform(-40, 40)
         assert 224 < largest / fp8.mx_scale(largest) <= 448, (largest, SEED)
-        assert 256 <= largest / fp8.mx_scale(largest, up=False) < 512, (largest, SEED)
+        assert 256 <= largest / fp8.mx_scale(largest, rounding="floor") < 512, (largest, SEED)
 
 
 def test_claim_fp8_training_saves_no_memory() -> None:

@@ -11,6 +11,7 @@ A slip in the idea (a sum for a mean, a missed shard, padding that leaks) moves 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -20,14 +21,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from lablib.calc.parallel import deal_whole, least_sent, shard_size, state_terms, zero_choices, zero_sent_bytes
+from lablib.calc.models import preset
+from lablib.calc.parallel import (
+    MUON_WAYS,
+    deal_out,
+    deal_whole,
+    least_sent,
+    muon_cost,
+    muon_matrices,
+    newton_schulz_flops,
+    shard_size,
+    state_terms,
+    torch_muon_sent,
+    zero_choices,
+    zero_sent_bytes,
+)
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
 from lablib.toys.transformer import Transformer, tiny_config
 from lablib.toys.zero import STAGES, ZeRO1, ZeRO3, held_bytes
 from lablib.toys.zero.flat_shards import FlatShards
+from tests.defects_rung05 import _muon
 from tests.processes import new_seed
 
 TOLERANCE = 1e-7
@@ -621,3 +639,81 @@ def mixed_master(seed: int) -> dict[str, object]:
 def test_a_master_copy_is_the_same_in_every_stage_and_takes_what_others_change() -> None:
     for found in run_ranks(mixed_master, 2, new_seed()):
         assert all(value == 0 for value in found.values()), found
+
+
+# Muon: whole matrices
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
+def test_the_flops_of_a_factor_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        _zeropower_via_newtonschulz(torch.randn(shape), (3.4, -4.8, 2.0), 5, 1e-7)
+    assert counter.get_total_flops() == newton_schulz_flops(shape)
+
+
+def _torch_muon(shapes: list[tuple[int, int]], exact: bool) -> tuple[Counter, float, float]:
+    """Take a step of torch.optim.Muon under FSDP2; return what it sends, and how far it ends from one process."""
+    if exact:
+        torch.Tensor.bfloat16 = torch.Tensor.clone  # Newton-Schulz then stays in float64
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(c, r, bias=False) for r, c in shapes]).double()
+    alone = copy.deepcopy(model)
+    fully_shard(model)
+    model(torch.randn(256, shapes[0][1], dtype=torch.float64)).square().sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        q.grad = p.grad.full_tensor()
+    here, there = (torch.optim.Muon(m.parameters(), lr=0.1, weight_decay=0.0) for m in (model, alone))
+    with record_comms() as log:
+        here.step()
+    there.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return log.calls, log.ring_bytes_sent(), max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="DTensor's choices are those of 2.13")
+def test_torch_s_muon_under_fsdp2_communicates_for_every_product() -> None:
+    shapes = [(36, 48), (48, 36)]
+    for ranks in (2, 3):
+        calls, sent, _ = run_ranks(_torch_muon, ranks, shapes, False)[0]
+        # Five iterations: three gathers for the wide matrix, two all-reduces for the tall one; and a norm for each.
+        assert calls == {"all_gather": 5 * 3, "all_reduce": 5 * 2 + 2}
+        assert sent == pytest.approx(torch_muon_sent(shapes, ranks))
+    # Right it is: without bf16 it ends where one process does. An iteration magnifies a rounding of 1e-16 at most
+    # 3.4 + 3 * 4.8 + 5 * 2.0 = 28 times, five of them 2e7 times.
+    assert run_ranks(_torch_muon, 2, shapes, True)[0][2] < 1e-8
+
+
+def _home_sends(shapes: list[tuple[int, int]]) -> float:
+    dealt = deal_out([newton_schulz_flops(shape) for shape in shapes], 3)
+    shards = [[torch.randn(rows // 3, columns) for rows, columns in shapes] for _ in range(3)]
+    with record_comms() as log:
+        _muon(*shards, 0.1, lambda matrix: matrix, homes=lambda k, n: [k in mine for mine in dealt].index(True))
+    return log.ring_bytes_sent()
+
+
+def test_what_muon_costs_by_hand_and_on_ranks() -> None:
+    shapes = [(12, 9), (9, 30), (6, 6), (30, 9), (3, 14)]
+    assert max(run_ranks(_home_sends, 3, shapes)) == pytest.approx(muon_cost(shapes, 3, "home", bytes_per_value=4).step)
+    matrices = [(2, 2), (2, 2), (2, 4), (2, 2)]  # 20 values
+    owner, stacks = (muon_cost(matrices, 2, way) for way in ("owner", "by shape"))
+    assert (owner.held, owner.zero, owner.step) == (1.2, 2 * 12 * 2, 0)  # 8 + 4 on one rank, 4 + 4 on the other
+    assert (stacks.held, stacks.zero, stacks.step) == (1.6, 2 * 16 * 2, 0)  # two of three, and the one, on both
+    assert stacks.flops == 2 * newton_schulz_flops((2, 2)) + newton_schulz_flops((4, 2))
+    for wrong in ((matrices, 0, "owner"), ([], 2, "owner"), (matrices, 2, "elsewhere")):
+        with pytest.raises(ValueError, match="must be"):
+            muon_cost(*wrong)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 256])
+def test_gathering_adds_and_computes_most(ranks: int) -> None:
+    """As torchtitan's pull request 3719 says: owners add nothing, who gathers computes each factor on every rank."""
+    matrices = muon_matrices(preset("llama-3-8b"))
+    assert Counter(matrices) == {(4096, 4096): 64, (1024, 4096): 64, (14336, 4096): 64, (4096, 14336): 32}
+    gather, home, owner, stacks = (muon_cost(matrices, ranks, way) for way in MUON_WAYS)
+    assert owner.step == stacks.step == 0
+    assert gather.busy == ranks
+    if ranks > 1:
+        assert 0 < home.step < gather.step < torch_muon_sent(matrices, ranks)
+        assert max(home.busy, owner.busy, stacks.busy) < ranks
+        assert (owner.sent < home.sent) == (ranks == 8), "the chapter says where padding begins to cost more"
+    assert owner.held * sum(map(math.prod, matrices)) / ranks == max(deal_whole(list(map(math.prod, matrices)), ranks))

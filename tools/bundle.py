@@ -50,6 +50,7 @@ COPIED = (
     "tools/room/jupyterhub_config.py", "pyproject.toml", "README.md", "LICENSE", "LICENSE-PROSE", "THIRD_PARTY.md",
     "constraints.txt",
 )  # fmt: skip
+ACCELERATORS = ("nvidia", "cuda", "triton")
 LEFT_OUT = shutil.ignore_patterns("solutions", "__pycache__", ".ipynb_checkpoints", "_template.ipynb", "ruff.toml")
 _SOLUTION = re.compile(
     r'<div class="dropdown admonition">\n<p class="admonition-title">Solution: .*?</pre></div>\n</div>\n</div>\n',
@@ -81,6 +82,8 @@ def needed(target: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:  # of another platform
             continue
         for one in map(Requirement, wanted):
+            if package == "torch" and one.name.startswith(ACCELERATORS):
+                continue  # of a CUDA build, which pip took where it found no other; a room's is for CPUs
             if one.marker is None or any(one.marker.evaluate(here | {"extra": extra}) for extra in ("", *extras)):
                 left.append((canonicalize_name(one.name), one.extras))
     if missing := sorted(set(found) - set(pins) - {"lablib"}):

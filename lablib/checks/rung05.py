@@ -1,4 +1,4 @@
-"""The checks of rung 05: bytes by stage, a ZeRO-2 step on real ranks, ZeRO-3's gather and release, the tradeoffs."""
+"""The checks of rung 05: bytes by stage, ZeRO-2, ZeRO-3 and Muon on ranks, moments in few bits, the tradeoffs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
+from lablib.calc.precision import LEAST_QUANTIZED as LEAST
 from lablib.checks.judging import Wrong, by_name, check, close, numbers, on_ranks, recognize, refuse, whole
 from lablib.launch.measure import record_comms
 
-__all__ = ["state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
+__all__ = ["lean_muon", "moments_recipe", "state_bytes", "zero2_step", "zero3_step", "zero_tradeoffs"]
 
 
 # --- bytes by stage -----------------------------------------------------------------------------------------
@@ -399,6 +400,130 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
     )  # fmt: skip
 
 
+# --- Muon on the shards of FSDP2 ----------------------------------------------------------------------------
+
+Shapes = tuple[tuple[int, int], ...]
+#: Ranks, and the matrices whose rows they share. On two ranks gathering sends no more than it should; on four it does.
+_MUON_JOBS: tuple[tuple[int, Shapes], ...] = ((2, ((8, 4), (4, 8)) * 2), (4, (*((8, 4), (4, 12)) * 4, (4, 4))))
+
+
+def _muon_rank(answer: Callable[..., None], shapes: Shapes) -> dict[str, Any]:
+    """Run two steps of the answer on this rank; count what it sends, and the factors that it asks for, in the last."""
+    start, *gradients = (
+        [m.chunk(dist.get_world_size())[dist.get_rank()].clone() for m in ms] for ms in _matrices(shapes)
+    )
+    momenta, asked, steps = [torch.zeros_like(rows) for rows in start], [], []
+    padding = 0
+
+    def factor(matrix: torch.Tensor) -> torch.Tensor:
+        nonlocal padding
+        each = matrix.reshape(-1, *matrix.shape[-2:])
+        asked.extend(tuple(one.shape) for one in each if one.any())
+        padding += sum(not one.any() for one in each)
+        return _polar(matrix)
+
+    for mine in gradients:
+        asked.clear()
+        padding = 0
+        with record_comms() as log:  # lists of its own: what is put into them moves no parameter
+            answer(list(start), mine, list(momenta), _LR, factor)
+        steps.append([[rows.clone() for rows in kept] for kept in (start, momenta)])
+    return {"steps": steps, "asked": asked, "padding": padding, "sent": log.ring_bytes_sent(), "calls": set(log.calls)}
+
+
+def _polar(matrix: torch.Tensor) -> torch.Tensor:
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def _matrices(shapes: Shapes) -> list[list[torch.Tensor]]:
+    """Return weights, and the mean gradients of two steps."""
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(3)]
+
+
+@check(
+    idea="A factor needs one rank that has the whole matrix, and each rank needs back the rows that it holds.",
+    section="Muon and Shampoo: optimizers that need whole matrices",
+    line="Give each matrix a home, bring its momentum together there, and send every rank its rows of the factor.",
+)
+def lean_muon(answer: Callable[..., None]) -> str:
+    """Judge `lean_muon(weights, gradients, momenta, lr, factor)` on 2 and on 4 real ranks, over two steps."""
+    for ranks, shapes in _MUON_JOBS:
+        results = on_ranks(_muon_rank, ranks, answer, shapes)
+        _judge_muon_numbers(results, ranks, shapes)
+        _judge_muon_waste(results, ranks, shapes)
+    return "The step of one process, each factor computed once, and no matrix sent where it is not needed."
+
+
+def _judge_muon_numbers(results: list[dict[str, Any]], ranks: int, shapes: Shapes) -> None:
+    start, first, second = _matrices(shapes)
+    (new, momenta), (last, last_momenta) = (
+        [[torch.cat(parts) for parts in zip(*(r["steps"][step][k] for r in results), strict=True)] for k in (0, 1)]
+        for step in (0, 1)
+    )
+    moved, factors = [(a - b) / _LR for a, b in zip(start, new, strict=True)], [_polar(m) for m in first]
+    if not _all_alike(moved, factors):
+        alone = [torch.cat([_polar(part) for part in matrix.chunk(ranks)]) for matrix in first]
+        turned = [[f.roll(k * len(f) // ranks, 0) for f in factors] for k in range(1, ranks)]
+        slips = [
+            ("The weights did not change: update the tensors that you are given, in place", [0 * f for f in factors]),
+            ("Each rank computed the factor of its rows, and the factor of a part is not the part of the factor", alone),
+            ("That is the momentum itself, not its factor: Muon moves weights by the factor", first),
+            ("The step has no learning rate: the factor times lr is what moves a weight", [f / _LR for f in factors]),
+            ("The weights went up the gradient: a step subtracts", [-f for f in factors]),
+            *(("A rank got rows of the factor that are another rank's: rank r has rows of chunk r", rows) for rows in turned),
+        ]  # fmt: skip
+        recognize(moved, "", slips, _all_alike)
+        nearly = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(moved, factors, strict=True))
+        shape = next(shape for shape, a, b in zip(shapes, moved, factors, strict=True) if not _alike(a, b))
+        refuse(
+            "",
+            ("The weights are right to single precision only: they are in float64, and so must be all that is sent", nearly),
+            (f"On {ranks} ranks the matrix of shape {shape} did not move along lr times the factor of all its rows", True),
+        )  # fmt: skip
+    right = [0.9 * m + g for m, g in zip(first, second, strict=True)]
+    refuse(
+        "",
+        ("The first step is right, and `momenta` is not this rank's rows of the momentum: 0.9 times what it was, plus the "
+         "gradient, in place", not _all_alike(momenta, first)),
+        ("The first step is right and the second is not: the factor is that of 0.9 times the momentum plus the new gradient",
+         not _all_alike(last, [w - _LR * _polar(m) for w, m in zip(new, right, strict=True)])),
+        ("The weights are right in both steps, and `momenta` is not: it is updated once a step",
+         not _all_alike(last_momenta, right)),
+    )  # fmt: skip
+
+
+def _judge_muon_waste(results: list[dict[str, Any]], ranks: int, shapes: Shapes) -> None:
+    each, sent = [len(result["asked"]) for result in results], sum(result["sent"] for result in results)
+    part = any(shape not in shapes and shape[::-1] not in shapes for result in results for shape in result["asked"])
+    least = 8 * 2 * (ranks - 1) / ranks * sum(rows * columns for rows, columns in shapes)  # in and out, whoever is home
+    pickled = any("object" in call for result in results for call in result["calls"])
+    spread = {"all_gather", "broadcast", "all_reduce"} & set().union(*(result["calls"] for result in results))
+    stacks = sum(-(-shapes.count(shape) // ranks) for shape in set(shapes))  # of padded stacks, dealt out evenly
+    zeros = max(result["padding"] + len(result["asked"]) for result in results) > max(stacks, *each)
+    told = f"The ranks send {sent:,.0f} bytes where {least:,.0f} do"
+    refuse(
+        "",
+        ("Call `factor` for each whole matrix: the check counts by it which rank computes what", not any(each) or part),
+        (f"{sum(each)} factors of {len(shapes)} matrices are computed on {ranks} ranks: the numbers are right and most of "
+         "the work is waste. One rank computes it once for all, its home", sum(each) > len(shapes)),
+        ("Factors of zeros cost as much as others: a rank calls `factor` for the matrices whose home it is", zeros),
+        (f"One rank computes {max(each)} of {len(shapes)} factors, and another none: deal the homes out",
+         max(each) > 1 and not min(each)),
+        (f"{told}. Pickling costs more than small matrices have: send tensors", sent > 1.2 * least and pickled),
+        (f"{told}. Matrices go to ranks that need no more of them than their rows: only the home needs a whole momentum, "
+         "and nobody else a whole factor", sent > 1.2 * least and spread),
+        (f"{told}. Momentum in, rows of the factor out: more need not travel, as weights and gradients are there",
+         sent > 1.2 * least),
+        ("Fewer bytes left the ranks than two exchanges need: some arrived without being sent", sent < 0.999 * least),
+    )  # fmt: skip
+
+
+def _all_alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(_alike(left, right) for left, right in zip(a, b, strict=True))
+
+
 # --- the tradeoffs ------------------------------------------------------------------------------------------
 
 _KEYS = ("best", "held", "micro_batches", "sent")
@@ -663,4 +788,139 @@ def _judge_best(got: object, sent: list, choices: list[StageChoice], text: str) 
          f"{other.micro_batches} instead of {mine.micro_batches} in a step, and sends {other.sent / mine.sent:.2f} times as "
          "much", stage < best),
         (f"Stage {stage} fits, but sends {mine.sent / other.sent:.2f} times as much as stage {best}", True),
+    )  # fmt: skip
+
+
+# --- moments in few bits --------------------------------------------------------------------------------------
+
+_STATES = {"fp32": (32, 0), "8bit": (8, 256), "4bit": (4, 128)}  # bits, and values that share a scale
+Shapes = list[tuple[int, int]]
+_Moments = tuple[Shapes, int, int, int, set[str]]
+
+
+def _held(
+    sizes: list[int], states: str, *, least: int = LEAST, scale: int = 4, blocks: bool = True, moments: int = 2
+) -> float:
+    """Return the bytes of both moments of shards, by the rules or by what a mistake makes of them."""
+    bits, block = _STATES[states]
+    total = 0.0
+    for size in sizes:
+        if block and size >= least and not (blocks and size % block):
+            total += size * bits / 8 + scale * math.ceil(size / block)
+        else:
+            total += 4 * size
+    return moments * total
+
+
+def _shards(shapes: Shapes, ranks: int) -> list[int]:
+    return [shard_size(rows, ranks) * columns for rows, columns in shapes]
+
+
+def _room(case: _Moments) -> dict[str, float]:
+    """Return what each needs at its fullest: moments, and the step's temporaries of the largest shard."""
+    shapes, ranks, _, step, _ = case
+    sizes = _shards(shapes, ranks)
+    return {states: _held(sizes, states) + (step * max(sizes) if states != "fp32" else 0) for states in _STATES}
+
+
+def _best(case: _Moments) -> str | None:
+    return next((states for states, room in _room(case).items() if states not in case[4] and room <= case[2]), None)
+
+
+def _moment_jobs(seed: int) -> list[_Moments]:
+    """Return jobs by hand first: whole blocks, half a block, too small, blocks of 128 where 256 do not fit."""
+    dice = random.Random(seed)
+    shapes = [[(64, 130), (64, 126)], [(64, 128), (6, 10)], [(66, 256), (64, 130)], [(96, 320)], [(48, 352), (64, 1)]]
+    jobs: list[tuple[Shapes, int, int, set[str]]] = [
+        (shapes[0], 2, 0, set()), (shapes[1], 4, 0, set()), (shapes[2], 2, 0, set()), (shapes[3], 3, 20, set()),
+        (shapes[4], 3, 0, {"4bit"}), ([(90, 352), *[(128, 96)] * 16], 2, 20, set()),
+    ]  # fmt: skip
+    for _ in range(40):
+        some = [(dice.choice((64, 90, 96, 128, 200, 256)), dice.choice((1, 64, 96, 130, 352, 384))) for _ in range(3)]
+        step, diverges = dice.choice((0, 20)), dice.choice((set(), set(), {"4bit"}, {"8bit"}))
+        jobs.append(
+            (some * (6 if step else 1), dice.choice((1, 2, 3, 4, 8)), step, diverges)
+        )  # a deep model, or a layer
+    made = []
+    for some, ranks, step, diverges in jobs:
+        rooms = _room((some, ranks, 0, step, diverges))
+        first, second, third = sorted(rooms.values())
+        budgets = [first - 1, first, second, (second + third) / 2, third]
+        if step:  # between what the largest shard adds and what other readings of "the largest" would
+            budgets = [need - less for need in (rooms["4bit"], rooms["8bit"]) for less in (0, 1)]
+        made.append((some, ranks, round(dice.choice(budgets)), step, diverges))
+    return made
+
+
+@check(
+    idea="A rank quantizes its own shard, tensor by tensor: what is small there, or not in whole blocks, stays in fp32.",
+    section="Moments in 8 and 4 bits",
+    line="A shard has the rows of a tensor over the ranks, rounded up; a moment of n values in whole blocks takes n bits / 8 bytes "
+    "and 4 for each block, any other 4 n.",
+)
+def moments_recipe(answer: Callable[..., Any], seed: int = 505) -> str:
+    """Judge `moments_recipe(shapes, ranks, budget, step, diverges)`: bytes of both moments, and the states to take."""
+    cases = _moment_jobs(seed)
+    for case in cases:
+        shapes, ranks, budget, step, diverges = case
+        text = f"{shapes[:3]}{' and more' * (len(shapes) > 3)} on {ranks} ranks, {budget:,} bytes"
+        got = by_name(answer(list(shapes), ranks, budget, step, set(diverges)), "held", "best")
+        held = by_name(got["held"], *_STATES)
+        wrong = {states for states in _STATES if not close(held[states], _held(_shards(shapes, ranks), states), rel=0)}
+        if wrong:
+            _explain_moments({states: float(held[states]) for states in _STATES}, case, text)
+        _judge_states(got["best"], case, f"{text}, {step} bytes a value in the step, {sorted(diverges)} diverge")
+    return f"{len(cases)} models and GPUs, to the byte."
+
+
+def _explain_moments(held: dict[str, float], case: _Moments, text: str) -> NoReturn:
+    shapes, ranks = case[:2]
+    sizes, whole = _shards(shapes, ranks), [rows * columns for rows, columns in shapes]
+
+    def of(sizes: list[int], **how: Any) -> dict[str, float]:
+        return {states: _held(sizes, states, **how) for states in _STATES}
+
+    flat = -(-sum(whole) // ranks)
+    slips = [
+        ("That is one moment; AdamW has two", of(sizes, moments=1)),
+        ("That is what one rank held if nothing were sharded", of(whole)),
+        ("All parameters are taken as one flat array over the ranks: FSDP2 cuts each tensor by its rows, and torchao "
+         "quantizes tensor by tensor", of([flat], least=0, blocks=False)),
+        ("A last block that is not full is no block here: such a shard stays in fp32", of(sizes, blocks=False)),
+        (f"A shard of fewer than {LEAST:,} values stays in fp32", of(sizes, least=0)),
+        (f"From {LEAST:,} values on a shard is quantized, {LEAST:,} included", of(sizes, least=LEAST + 1)),
+        ("Rounded down, the last rows belong to nobody: a shard's rows are rounded up",
+         of([rows // ranks * columns for rows, columns in shapes])),
+        ("Every shard is quantized here; small ones, and those without whole blocks, stay in fp32",
+         of(sizes, least=0, blocks=False)),
+        ("Every block has a scale in fp32, 4 bytes", of(sizes, scale=0)),
+        ("A scale is fp32, 4 bytes and not 2", of(sizes, scale=2)),
+        ("It is decided for the whole tensor: a rank sees its shard, and decides for that",
+         {s: sum(_held([n], s) if _held([w], s) != 8 * w else 8 * n for n, w in zip(sizes, whole, strict=True)) for s in _STATES}),
+    ]  # fmt: skip
+    recognize(
+        held, text, slips, lambda given, made: all(close(given[states], made[states], rel=1e-9) for states in made)
+    )
+    right = of(sizes)
+    first = next(states for states in _STATES if held[states] != right[states])
+    raise Wrong(f"Both moments in {first} take {right[first]:,.0f} bytes on a rank whose shards have {sizes} values, not "
+                f"{held[first]:,.0f} ({text}).")  # fmt: skip
+
+
+def _judge_states(got: object, case: _Moments, text: str) -> None:
+    best, room, (shapes, ranks, budget, step, diverges) = _best(case), _room(case), case
+    if got == best or (best is None and _nothing(got)):
+        return
+    sizes = _shards(shapes, ranks)
+    bare = next((s for s in _STATES if s not in diverges and _held(sizes, s) <= budget), None)
+    refuse(
+        text,
+        ("Nothing that does not diverge fits: then `best` is None", best is None and got not in _STATES),
+        (f"`best` is one of {', '.join(_STATES)}, or None", not _nothing(got) and got not in _STATES),
+        (f"`best` is None, but {best} fits", _nothing(got)),
+        (f"{got} diverges on this model: it is no choice, whatever it saves", got in diverges),
+        (f"Without a compiler the step of quantized moments holds {step} bytes for each value of the largest shard: with that {got} "
+         f"needs {room.get(str(got), 0):,.0f}", step and got == bare),
+        (f"{got} needs {room.get(str(got), 0):,.0f} bytes, and does not fit", room.get(str(got), 0) > budget),
+        (f"{best} fits as well, and keeps more bits than {got}", True),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, and blocks in FP8."""
+"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, blocks in 8 bits, and a recipe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lablib.calc.precision import FORMATS, Format
-from lablib.checks.judging import Wrong, as_float, check, chosen, numbers, refuse, whole
+from lablib.calc.precision import FORMATS, MX_ROUNDINGS, Format, quantized_bytes
+from lablib.checks.judging import Wrong, as_float, by_name, check, chosen, close, numbers, refuse, whole
+from lablib.launch.precision import product_error, through
 from lablib.toys.precision import E4M3, SCALINGS, quantize
 
-__all__ = ["fp8_round_trip", "round_to", "scaler_step", "what_breaks"]
+__all__ = ["block_recipe", "fp8_round_trip", "mx_blocks", "round_to", "scaler_step", "what_breaks"]
 
 
 # --- rounding to a format -----------------------------------------------------------------------------------
@@ -476,4 +477,186 @@ def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: i
         (f"This is no mistake that the check knows. With {block}, {x_MK[row, column]:.6g} in row {row} and column {column} "
          f"should come back as {wanted[row, column]:.6g}, and is {got[row, column]:.6g}: the scale is the largest magnitude of "
          "the block over 448", True),
+    )  # fmt: skip
+
+
+# --- scales of MX blocks --------------------------------------------------------------------------------------
+
+_SCALING = {name: "mx32" if name == "rceil" else f"mx32-{name}" for name in MX_ROUNDINGS}
+#: What each of the blocks must show: the roundings that cut its largest value off.
+_CUT = {"floor": {"floor"}, "even": {"floor", "even"}, "none": set()}
+
+
+@check(
+    idea="A power of two brings the largest of a block near the top of E4M3, and the top is 1.75 of a power of two, not 2.",
+    section="MXFP8: a power of two for 32 values",
+    line="Between 448 and 496 times a power of two both floor and even cut, from 496 to 512 floor alone; below 448 none does.",
+)
+def mx_blocks(answer: Callable[[], Mapping[str, Any]]) -> str:
+    """Judge `mx_blocks()`: a block that floor alone cuts, one that even cuts too, one where ceil wastes a power of two."""
+    got = by_name(answer(), *_CUT)
+    for name, wanted in _CUT.items():
+        block = torch.as_tensor(numbers(got[name], f"The block {name!r}"), dtype=torch.float32)
+        refuse(
+            f"block {name!r}",
+            (f"A block of MXFP8 has 32 values, not {tuple(block.shape)}", block.shape != (32,)),
+            ("There are infinite values or NaN: nothing was cut off that was there", not block.isfinite().all()),
+            ("A block of zeros has no largest value", not block.any()),
+        )
+        scale = {rounding: quantize(block[None], scaling).scale_RC.item() for rounding, scaling in _SCALING.items()}
+        largest = block.abs().max().item()
+        cut = {rounding for rounding, each in scale.items() if largest > 448 * each}
+        lands = largest / scale["floor"]
+        refuse(
+            f"block {name!r}, largest value {largest:g}",
+            (f"Rounded down the scale is {scale['floor']:g}, and the largest value lands on {lands:g}: E4M3 has 448, so it is "
+             "not cut off", "floor" in wanted - cut),
+            (f"Rounded to even the scale is {scale['even']:g} as well: {lands:g} is below 496, where even goes up, and above "
+             "448", name == "floor" and "even" in cut),
+            (f"{lands:g} is so near to 512 that even rounds it up, and nothing is cut; find one that it does cut",
+             name == "even" and "even" not in cut),
+            (f"Rounded down, {lands:g} is above 448 and is cut off", name == "none" and bool(cut)),
+            (f"ceil and rceil have the same scale here, {scale['ceil']:g}: the largest value lands on a power of two, and ceil "
+             "wastes nothing", name == "none" and scale["ceil"] == scale["rceil"]),
+        )  # fmt: skip
+    return "One largest value for each rounding; rceil cuts none, and wastes nothing that it can keep."
+
+
+# --- a recipe -------------------------------------------------------------------------------------------------
+
+#: Fewest bits first, and the scaling by which `quantized_bytes` counts what is kept.
+_FORMATS = {"nvfp4": "nvfp4", "fp8": "tensor", "mxfp8": "mx32"}
+
+
+def _errors(name: str, layer: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float, float]:
+    """Return the errors of x wᵀ, g w and gᵀ x, each factor quantized along the dim of its sum."""
+    x, w, g = layer
+    return (
+        product_error(through(name, x) @ through(name, w).T, x @ w.T),
+        product_error(through(name, g, gradient=True) @ through(name, w.T).T, g @ w),
+        product_error(through(name, g.T, gradient=True) @ through(name, x.T).T, g.T @ x),
+    )
+
+
+_Layers = dict[str, tuple[Tensor, Tensor, Tensor]]
+
+
+def _layers(seed: int) -> _Layers:
+    """Return layers whose three matmuls suffer from different things."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def layer(columns: int = 64, outputs: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = ((128, columns), (outputs, columns), (128, outputs))
+        x, w, g = (torch.randn(shape, generator=generator) for shape in shapes)
+        return x, 0.05 * w, 1e-6 * g
+
+    found = {
+        name: layer() for name in ("plain", "one large token", "tokens of all sizes", "outputs of all sizes", "inputs")
+    }
+    mixed = 10.0 ** (-6 * torch.randperm(96, generator=generator) / 95)
+    found["one large token"][0][5] *= 3e5  # takes the scale of the tensor: the others vanish in forward
+    found["tokens of all sizes"][2].mul_(10.0 ** torch.linspace(0, -5.6, 128)[:, None])  # so do small gradients in g w
+    found["outputs of all sizes"][2].mul_(mixed)  # and these in gᵀ x, or next to large ones
+    found["inputs"][1].mul_(10.0 ** torch.linspace(0, -4, 64)[None])  # weights that wᵀ has in rows
+    return found
+
+
+def _recipe(units: set[str], layers: _Layers, limit: float, errors: Callable = _errors) -> dict[str, str]:
+    """Return the format of fewest bits of each layer whose error is within the limit."""
+    return {
+        name: next((f for f in _FORMATS if f in units and max(errors(f, layer)) <= limit), "bf16")
+        for name, layer in layers.items()
+    }
+
+
+def _kept(layers: _Layers, chosen: Mapping[str, str]) -> float:
+    """Return the bytes of all inputs as backward reads them, quantized along tokens."""
+    sizes = {name: layer[0].T.shape for name, layer in layers.items()}
+    return sum(
+        2 * math.prod(size) if chosen[name] == "bf16" else quantized_bytes(*size, _FORMATS[chosen[name]])
+        for name, size in sizes.items()
+    )
+
+
+#: What the GPU multiplies, and the error that a layer may have.
+_JOBS = (
+    ({"fp8"}, 0.08),
+    ({"mxfp8", "nvfp4"}, 0.12),
+    ({"mxfp8", "nvfp4"}, 0.16),
+    ({"fp8", "mxfp8"}, 0.08),
+    ({"mxfp8"}, 0.08),
+    (set(), 0.2),
+)
+
+
+@check(
+    idea="A layer has three matmuls, and each sums over another dim: a format serves the layer if it serves the worst of them.",
+    section="MXFP8 and NVFP4: scales inside the format",
+    line="For x w-transposed, g w and g-transposed x, quantize both factors with rows along the summed dim, and take the largest "
+    "of the three errors.",
+)
+def block_recipe(answer: Callable[..., Any], seed: int = 8080) -> str:
+    """Judge `block_recipe(units, layers, limit)` on six GPUs and limits: the format of each layer, and bytes kept."""
+    layers, count = _layers(seed), 0
+    for units, limit in _JOBS:
+        given = {name: tuple(matrix.clone() for matrix in layer) for name, layer in layers.items()}
+        got = by_name(answer(set(units), given, limit), "formats", "kept")
+        formats = by_name(got["formats"], *layers)
+        right = _recipe(units, layers, limit)
+        where = f"matrix units for {', '.join(sorted(units)) or 'none of the three'}, limit {limit:g}"
+        for name, layer in layers.items():
+            if formats[name] != right[name]:
+                _explain_recipe(formats, name, layer, units, limit, where, layers)
+            count += 1
+        kept, truth = as_float(got["kept"], "`kept`"), _kept(layers, right)
+        bf16 = sum(2 * layer[0].numel() for layer in layers.values())
+        refuse(
+            where,
+            ("`kept` is in bf16: backward reads the inputs in the format of their layer",
+             truth != bf16 and close(kept, bf16)),
+            ("Scales are kept too: 8 bits for 32 values of MXFP8, 8 bits for 16 of NVFP4, and a scale of 32 bits for a tensor "
+             "of NVFP4 or FP8",
+             set(right.values()) != {"bf16"}
+             and close(kept, sum(x.numel() * {"bf16": 2, "nvfp4": 0.5}.get(right[n], 1) for n, (x, *_) in layers.items()))),
+            (f"All inputs together take {truth:,.0f} bytes as they are kept, not {kept:,.0f}", not close(kept, truth)),
+        )  # fmt: skip
+    return f"{count} layers on {len(_JOBS)} GPUs: what the hardware has, and the worst of three matmuls."
+
+
+def _explain_recipe(
+    formats: Mapping[str, Any], name: str, layer: tuple[Tensor, Tensor, Tensor], units: set[str], limit: float,
+    where: str, layers: _Layers,
+) -> NoReturn:  # fmt: skip
+    got, right = formats[name], _recipe(units, layers, limit)[name]
+    products = ("x wᵀ", "g w", "gᵀ x")
+
+    def with_(errors: Callable) -> bool:
+        return all(formats[n] == f for n, f in _recipe(units, layers, limit, errors).items())
+
+    def along_rows(form: str, each: tuple[Tensor, Tensor, Tensor]) -> tuple[float, ...]:
+        x, w, g = each
+        a, b, c = through(form, x), through(form, w), through(form, g, gradient=True)
+        return product_error(a @ b.T, x @ w.T), product_error(c @ b, g @ w), product_error(c.T @ a, g.T @ x)
+
+    def of_factors(form: str, each: tuple[Tensor, Tensor, Tensor]) -> tuple[float, ...]:
+        return tuple(product_error(through(form, m, gradient=k == 2), m) for k, m in enumerate(each))
+
+    known = got in ("bf16", *_FORMATS)
+    worst = {f: max(zip(_errors(f, layer), products, strict=True)) for f in {got, right} if f in _FORMATS}
+    shown = {f: f"{error:.3f} in {product}" for f, (error, product) in worst.items()}
+    refuse(
+        f"layer {name!r}; {where}",
+        (f"{got!r} is none of nvfp4, mxfp8, fp8 and bf16", not known),
+        (f"This GPU has no matrix units for {got}: it would store the format and gain nothing", got != "bf16" and got not in units),
+        ("That looks at forward alone: the gradients g w and gᵀ x are matmuls of the layer too",
+         with_(lambda f, each: _errors(f, each)[:1])),
+        ("Forward and g w are not all: the weight's gradient sums over tokens, and quantizes x along them",
+         with_(lambda f, each: _errors(f, each)[:2])),
+        ("Each matrix is quantized once, along its rows: a matmul that sums over the other dim needs its factors quantized along "
+         "that one", with_(along_rows)),
+        ("Those are errors of single matrices; a product of two has another", with_(of_factors)),
+        ("g w is left out, or the mean of three errors hides the worst: one matmul that fails spoils the step",
+         with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
+        (f"{got} has an error of {shown.get(got)}, and {limit:g} is allowed; {right} is right", got in worst and worst[got][0] > limit),
+        (f"{right} is within the limit, with {shown.get(right)}, and has fewer bits than {got}", True),
     )  # fmt: skip

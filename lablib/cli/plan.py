@@ -48,7 +48,9 @@ def plan(
     ] = None,
     attention: Annotated[str, typer.Option(help="fused or plain.")] = "fused",
     sequence_parallel: Annotated[bool, typer.Option(help="Split norms and residuals over tp too.")] = True,
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, sgd or sgd-momentum.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw-8bit, adamw-4bit, adamw-fp8, adamw-bf16, sgd, ...; see `recipes`.")
+    ] = "adamw",
     offload: Annotated[
         str, typer.Option(help="On the CPU: none, optimizer, gradients or parameters, as in `rung memory`.")
     ] = "none",

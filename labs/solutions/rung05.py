@@ -46,6 +46,26 @@ def zero3_step(layers, x, gather, release, forward, backward, scatter):
     return [shards[k] for k in range(layers)]
 
 
+def lean_muon(weights, gradients, momenta, lr, factor):
+    """Momentum to its home, every rank's rows of the factor back."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    rows_of_factor = {}
+    for k, momentum in enumerate(momenta):
+        momentum.mul_(0.9).add_(gradients[k])
+        home = k % n
+        rows = [torch.empty_like(momentum) for _ in range(n)]
+        dist.gather(momentum, rows if rank == home else None, home)
+        if rank == home:
+            rows_of_factor[k] = rows
+    # All momenta are home before the first factor: no home waits for another.
+    for k, rows in rows_of_factor.items():
+        rows_of_factor[k] = list(factor(torch.cat(rows)).chunk(n))
+    for k, weight in enumerate(weights):
+        mine = torch.empty_like(weight)
+        dist.scatter(mine, rows_of_factor.get(k), k % n)
+        weight.sub_(lr * mine)
+
+
 def zero_tradeoffs(params, ranks, sequences, activations, budget):
     """What every stage holds and sends with the largest micro-batches."""
     own, once = -(-params // ranks), 2 * params * (ranks - 1) / ranks
@@ -71,3 +91,27 @@ def zero_tradeoffs(params, ranks, sequences, activations, budget):
         "sent": sent,
         "best": best,
     }
+
+
+def moments_recipe(shapes, ranks, budget, step, diverges):
+    """Tensor by tensor, what rank 0 holds of both moments."""
+    shards = [-(-rows // ranks) * columns for rows, columns in shapes]
+    held = {}
+    for states, bits, block in (
+        ("fp32", 32, 1),
+        ("8bit", 8, 256),
+        ("4bit", 4, 128),
+    ):
+        held[states] = 0
+        for n in shards:
+            if states != "fp32" and n >= 4096 and n % block == 0:
+                held[states] += 2 * (n * bits // 8 + 4 * (n // block))
+            else:
+                held[states] += 2 * 4 * n
+    best = None
+    for states in ("fp32", "8bit", "4bit"):  # most bits first
+        temporary = 0 if states == "fp32" else step * max(shards)
+        if states not in diverges and held[states] + temporary <= budget:
+            best = states
+            break
+    return {"held": held, "best": best}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from lablib.launch.precision import product_error, through
 
 
 def round_to(x, exponent_bits, mantissa_bits):
@@ -64,3 +65,39 @@ def fp8_round_trip(x, rows, columns):
     scale = torch.where(largest > 0, largest / 448, 1.0)
     values = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (values.float() * scale).reshape(x.shape)
+
+
+def mx_blocks():
+    """E4M3 ends at 448, which is 1.75 times 256; scales round down, to even, up."""
+    rest = [0.0] * 31
+    return {
+        "floor": [500.0, *rest],  # above 496, where even takes the next power
+        "even": [480.0, *rest],  # between 448 and 496
+        "none": [300.0, *rest],  # ceil takes 2, where 1 is enough
+    }
+
+
+def block_recipe(units, layers, limit):
+    """The fewest bits whose worst of three matmuls is good enough."""
+    bits = {"nvfp4": 4.5, "mxfp8": 8.25, "fp8": 8, "bf16": 16}
+    formats, kept = {}, 0
+    for name, (x, w, g) in layers.items():
+        formats[name] = "bf16"
+        for candidate in ("nvfp4", "fp8", "mxfp8"):  # by bits
+            # Rows lie along the dim that is summed over, so w and x are turned.
+            forward = through(candidate, x) @ through(candidate, w).T
+            g_in = through(candidate, g, gradient=True)
+            of_input = g_in @ through(candidate, w.T).T
+            g_out = through(candidate, g.T, gradient=True)
+            of_weight = g_out @ through(candidate, x.T).T
+            worst = max(
+                product_error(forward, x @ w.T),
+                product_error(of_input, g @ w),
+                product_error(of_weight, g.T @ x),
+            )
+            if candidate in units and worst <= limit:
+                formats[name] = candidate
+                break
+        form = formats[name]
+        kept += x.numel() * bits[form] / 8 + 4 * (form in ("nvfp4", "fp8"))
+    return {"formats": formats, "kept": kept}

@@ -3,6 +3,7 @@
     python -m tests.evidence memory-table           the memory calculator against PyTorch, case by case
     python -m tests.evidence memory-peers           other people's calculators on the same cases
     python -m tests.evidence planner                the planner's times against measured runs
+    python -m tests.evidence low-bits               moments in 8 and 4 bits, and training in few bits
     python -m tests.evidence facts                  what the pages say of frameworks, in the frameworks' files
 
 `--write` keeps the result in book/data; `make memory-table` runs the first two so. `--help` of each has the rest.
@@ -106,6 +107,18 @@ def planner(
     typer.echo(fit_text(table))
     if write:
         save_planner_table(table)
+
+
+@app.command()
+def low_bits(
+    only: Annotated[str, typer.Option(help="Cases whose name contains this text.")] = "",
+    write: Annotated[bool, typer.Option("--write", help="Train all recipes too, and write the file anew.")] = False,
+) -> None:
+    """Measure real low-bit optimizers beside the calculator; fail where a byte is off or a number drifted."""
+    from tests.evidence.low_bits import make
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _fail_with(make(only, write=write, say=typer.echo))
 
 
 @app.command()

@@ -12,11 +12,13 @@ Each line of book/data/framework_facts.jsonl is a fact:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -88,6 +90,27 @@ def cached(project: str, version: str) -> Path | None:
     name = re.sub(r"[-_.]+", "[-_.]", project)
     found = (path for path in sorted(CACHE.glob("*")) if re.match(rf"{name}-{re.escape(version)}[-.]", path.name))
     return next(found, None)
+
+
+def unpacked(project: str, version: str) -> Path:
+    """Return a folder from which a process can import a cached release that is not installed here.
+
+    Raises:
+        LookupError: No look-up has brought its wheel.
+    """
+    wheel = cached(project, version)
+    if wheel is None:
+        raise LookupError(f"{project} {version} is not in {CACHE}: python -m tests.evidence facts fetches it")
+    folder = CACHE / "unpacked" / wheel.stem
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(made)
+            folder.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # another worker was faster
+                Path(made).rename(folder)
+                Path(made).mkdir()
+    return folder
 
 
 def newest_of(project: str) -> str:

@@ -54,7 +54,9 @@ class RunConfig:
 
     model: ModelConfig
     recipe: Recipe = _setting("mixed-bf16", "Dtypes: mixed-bf16, fp32, fsdp2-mixed, pure-bf16, ...; see `recipes`.")
-    optimizer: Optimizer = _setting("adamw", "adamw, adamw-8bit, sgd or sgd-momentum.")
+    optimizer: Optimizer = _setting(
+        "adamw", "adamw, adamw-8bit, adamw-4bit, adamw-fp8, adamw-bf16, sgd, ...; see `recipes`."
+    )
     tuning: str = _setting(
         "full",
         "full; lora: frozen weights and trained adapters; qlora: the same with the blocks' matrices in NF4.",
@@ -330,7 +332,13 @@ class RunConfig:
             raise ValueError(f"sharding='per-tensor' is not known with shard={self.shard}; leave it out")
         if self.sharding == "per-tensor" and self.optimizer.quantized:
             raise ValueError(
-                f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'sgd' or 'sgd-momentum'"
+                f"sharding='per-tensor' is not known with optimizer={self.optimizer.name!r}; use 'adamw', 'adamw-bf16', "
+                "'sgd' or 'sgd-momentum'"
+            )
+        if self.sharding == "fsdp2" and self.optimizer.shared_table:
+            raise ValueError(
+                f"sharding='fsdp2' contradicts optimizer={self.optimizer.name!r}: bitsandbytes' optimizers take no DTensor; "
+                "use 'adamw-8bit', which is torchao's"
             )
 
     def _know_only(self, how: str, why: str = "", **known: tuple[object, ...]) -> None:

@@ -99,13 +99,20 @@ def flat_states(stage: Stage) -> dict[str, int]:
     for expert in (False, True):
         ranks = run.replicas(expert)
         trained = state_terms(params["trained", expert], ranks, run.zero, run.recipe, run.optimizer)
+        if run.zero == 0 or ranks == 1:  # the optimizer has tensors, and no flat array
+            sizes = stage.sizes("trained", expert)
+            trained |= run.optimizer.bytes_of_tensors(sizes, run.recipe.moment, tables=not (expert and run.zero == 0))
         sharers = ranks if weights_are_sharded(run) else 1
         trained["weights"] = shard_size(params["trained", expert], sharers) * run.recipe.weights
         terms.update(trained)
         terms["weights"] += shard_size(params["frozen", expert], sharers) * run.recipe.weights
-        codes, constants = nf4_bytes(shard_size(params["quantized", expert], sharers))
-        terms["quantized_weights"] += codes
-        terms["quantization_constants"] += constants
+        matrices = (
+            stage.sizes("quantized", expert) if sharers == 1 else (shard_size(params["quantized", expert], sharers),)
+        )
+        for size in matrices:
+            codes, constants = nf4_bytes(size)
+            terms["quantized_weights"] += codes
+            terms["quantization_constants"] += constants
     return dict(terms)
 
 
@@ -114,11 +121,14 @@ def fsdp2_states(stage: Stage) -> dict[str, int]:
     run = stage.run
     ranks = run.replicas(False)
     trained = frozen = 0
+    sizes: list[int] = []
     for kind, tensors in stage.tensors.items():
         own, others = unit_shapes(run, tensors)
+        sizes += [shard_params([shape], ranks) for shape in own] * stage.count[kind]
         trained += stage.count[kind] * shard_params(own, ranks)
         frozen += stage.count[kind] * shard_params(others, ranks)
     terms = state_terms(trained, 1, 0, run.recipe, run.optimizer)
+    terms |= run.optimizer.bytes_of_tensors(sizes, run.recipe.moment)
     return terms | {"weights": (trained + frozen) * run.recipe.weights}
 
 
@@ -141,11 +151,14 @@ def all_reduces(run: RunConfig) -> bool:
 def nf4_bytes(params: int) -> tuple[int, int]:
     """Return the bytes of NF4 codes and of their double-quantized constants.
 
-    Half a byte a weight; one 8-bit constant per 64 weights; one fp32 constant per 256 of those: 0.127 bits a weight.
-    Dettmers et al. 2023 (arXiv 2305.14314), section 3.
+    Half a byte a weight; one 8-bit constant per 64 weights; one fp32 constant per 256 of those: 0.127 bits a weight; and
+    the mean of the constants, fp32. Dettmers et al. 2023 (arXiv 2305.14314), section 3; bitsandbytes, `quantize_4bit`.
+
+    Args:
+        params: Of one matrix.
     """
     blocks = -(-params // NF4_BLOCK)
-    return -(-params // 2), blocks + 4 * -(-blocks // NF4_SECOND_BLOCK)
+    return -(-params // 2), blocks + 4 * -(-blocks // NF4_SECOND_BLOCK) + 4 * bool(params)
 
 
 def greedy_partition(sizes: Iterable[int], ranks: int) -> list[list[int]]:

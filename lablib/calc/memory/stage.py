@@ -229,6 +229,24 @@ class Stage:
         sizes = {kind: [prod(shape) for shape in in_order(self.run, each)] for kind, each in self.tensors.items()}
         return tuple(chain.from_iterable(sizes[kind] for kind in self.units))
 
+    def sizes(self, kind: str, expert: bool) -> tuple[int, ...]:
+        """Return the numbers of elements of tensors, one by one.
+
+        Args:
+            kind: "trained" or "quantized".
+            expert: Whether of routed experts.
+        """
+        found: list[int] = []
+        for unit, tensors in self.tensors.items():
+            chosen = [tensor for tensor in tensors if tensor.is_expert == expert]
+            if kind == "quantized":
+                chosen = [tensor for tensor in chosen if tensor.is_adapted]
+                shapes = tensor_shapes(self.run, chosen) if self.run.tuning == "qlora" else []
+            else:
+                shapes = unit_shapes(self.run, chosen)[0]
+            found += [prod(shape) for shape in shapes] * self.count[unit]
+        return tuple(found)
+
 
 def _params(run: RunConfig, tensors: tuple[Tensor, ...]) -> Params:
     params: Counter[tuple[str, bool]] = Counter()

@@ -55,7 +55,7 @@ TERMS: dict[str, Term] = {
         "weights",
         DETTMERS,
         ("quantized_weights", "ψ / 2"),
-        ("quantization_constants", "ψ / 64 + 4 ψ / (64 × 256)"),
+        ("quantization_constants", "ψ / 64 + 4 ψ / (64 × 256), and 4 a matrix"),
         proof="exact",
     ),
     **_terms(
@@ -72,8 +72,8 @@ TERMS: dict[str, Term] = {
     **_terms(
         "optimizer",
         ADAM_PAPER,
-        ("momentum", "bytes of a moment × ψ (/ N)"),
-        ("variance", "bytes of a moment × ψ (/ N)"),
+        ("momentum", "bytes of a moment × ψ (/ N); scales, tables and small tensors apart in 8 and 4 bits"),
+        ("variance", "bytes of a moment × ψ (/ N); as momentum"),
         proof="exact",
     ),
     # What forward keeps.

@@ -11,6 +11,7 @@
     fsdp_units   units of FSDP: how they are wrapped and what is unsharded     chapter 06
     step         when DDP, ZeRO and FSDP compute and send                      chapters 05, 06
     deepspeed    DeepSpeed's configuration, estimates and offload             chapter 05
+    muon         whole matrices for Muon: four ways, what they send and compute     chapter 05
 
 Read `zero` first: its formulas are the shortest.
 """
@@ -43,14 +44,11 @@ from lablib.calc.parallel.data import (
 )
 from lablib.calc.parallel.deepspeed import (
     CPU_ADAM_BYTES,
-    arithmetic_intensity,
     as_deepspeed_json,
     deepspeed_settings,
-    needed_bandwidth,
     offload_efficiency,
     offload_step,
     persistent_params,
-    swap_seconds,
     zero2_estimate,
     zero3_estimate,
 )
@@ -93,6 +91,14 @@ from lablib.calc.parallel.fsdp_units import (
     peak_held_bytes,
     peak_unsharded_bytes,
 )
+from lablib.calc.parallel.muon import (
+    MUON_WAYS,
+    MuonCost,
+    muon_cost,
+    muon_matrices,
+    newton_schulz_flops,
+    torch_muon_sent,
+)
 from lablib.calc.parallel.step import Bar, DataParallelStep, TimedUnit, data_parallel_step, fsdp_step, timed_units
 from lablib.calc.parallel.tensor import (
     VARIANTS,
@@ -107,6 +113,7 @@ from lablib.calc.parallel.tensor import (
 from lablib.calc.parallel.traffic import pipeline_traffic
 from lablib.calc.parallel.zero import (
     StageChoice,
+    deal_out,
     deal_whole,
     least_sent,
     max_params,
@@ -121,6 +128,7 @@ from lablib.calc.parallel.zero import (
 __all__ = [
     "CPU_ADAM_BYTES",
     "DISPATCH_WAYS",
+    "MUON_WAYS",
     "ORDERS",
     "SAMPLERS",
     "VARIANTS",
@@ -129,12 +137,12 @@ __all__ = [
     "DDPStep",
     "DataParallelStep",
     "FSDPTraffic",
+    "MuonCost",
     "Shape",
     "StageChoice",
     "TimedUnit",
     "Unit",
     "UnshardedState",
-    "arithmetic_intensity",
     "as_deepspeed_json",
     "attention_traffic",
     "backward_transfers",
@@ -154,6 +162,7 @@ __all__ = [
     "context_degrees",
     "data_parallel_step",
     "ddp_step_time",
+    "deal_out",
     "deal_whole",
     "deepspeed_settings",
     "dispatch_bytes",
@@ -175,7 +184,9 @@ __all__ = [
     "layer_times",
     "least_sent",
     "max_params",
-    "needed_bandwidth",
+    "muon_cost",
+    "muon_matrices",
+    "newton_schulz_flops",
     "offload_efficiency",
     "offload_step",
     "padded",
@@ -198,10 +209,10 @@ __all__ = [
     "shard_size",
     "split_heads",
     "state_terms",
-    "swap_seconds",
     "timed_units",
     "token_factor",
     "token_owners",
+    "torch_muon_sent",
     "tp_degrees",
     "ulysses_crossover",
     "variant",

@@ -303,9 +303,6 @@ def _counts(**counts: int) -> None:
 #: written, the last two in 16 bits.
 CPU_ADAM_BYTES = 2 * 12 + 2 + 2
 
-#: Kinds of data that ZeRO-Infinity moves.
-KINDS = ("weights", "optimizer", "checkpoints")
-
 
 def _positive(**numbers: float) -> None:
     for name, value in numbers.items():
@@ -376,20 +373,6 @@ def offload_step(
     return OffloadStep(compute, down, exposed, update, up, compute + exposed + update + up)
 
 
-def arithmetic_intensity(kind: str, *, batch: int = 1, seq: int = 1, hidden: int = 1) -> float:
-    """Return FLOPs per byte moved, with full recomputation, as ZeRO-Infinity counts them.
-
-    "weights" (and gradients): s b. "optimizer": s b / 4. "checkpoints", one for every block of width h: 24 h.
-    """
-    one_of("kind", kind, KINDS)
-    _positive(batch=batch, seq=seq, hidden=hidden)
-    if kind == "checkpoints":
-        return 24.0 * hidden
-    flops = 8 * batch * seq  # per parameter: 2 forward, 2 recomputed, 4 backward
-    moved = {"weights": 3 * 2 + 2, "optimizer": 2 * 16}[kind]
-    return flops / moved
-
-
 def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> float:
     """Return compute time over compute plus transfer time, ait W / (ait W + P), as in ZeRO-Infinity.
 
@@ -399,23 +382,3 @@ def offload_efficiency(intensity: float, bandwidth: float, flops: float) -> floa
     """
     _positive(intensity=intensity, bandwidth=bandwidth, flops=flops)
     return intensity * bandwidth / (intensity * bandwidth + flops)
-
-
-def needed_bandwidth(intensity: float, flops: float, target: float) -> float:
-    """Return the bytes per second at which `efficiency` is `target`: P / ait · e / (1 - e)."""
-    _positive(intensity=intensity, flops=flops)
-    if not 0 < target < 1:
-        raise ValueError(f"target={target} must lie between 0 and 1; no bandwidth reaches 1 without overlap")
-    return flops / intensity * target / (1 - target)
-
-
-def swap_seconds(params: int, *, ranks: int, bandwidth: float) -> float:
-    """Return the seconds to read and write a rank's optimizer state once: a step's NVMe traffic.
-
-    A parameter has 12 bytes of it, for master weights and AdamW's moments.
-
-    Args:
-        bandwidth: Bytes per second of NVMe that one rank gets; reading and writing alike.
-    """
-    _positive(params=params, ranks=ranks, bandwidth=bandwidth)
-    return 2 * 12 * shard_size(params, ranks) / bandwidth

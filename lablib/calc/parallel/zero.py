@@ -141,15 +141,23 @@ def least_sent(choices: Sequence[StageChoice]) -> int | None:
     return min((choice.stage for choice in fit if choice.sent <= least), default=None)
 
 
-def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return how much each rank owns if every tensor has one owner: the largest first, each to the rank with least.
+def deal_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return which tensors each rank owns, by number: the largest first, each to the rank with least.
 
     So does `torch.distributed.optim.ZeroRedundancyOptimizer`.
     """
+    owned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for size in sorted(sizes, reverse=True):
-        loads[loads.index(min(loads))] += size
-    return loads
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        rank = loads.index(min(loads))
+        owned[rank].append(k)
+        loads[rank] += sizes[k]
+    return owned
+
+
+def deal_whole(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return how much each rank owns if tensors are dealt out so."""
+    return [sum(sizes[k] for k in mine) for mine in deal_out(sizes, ranks)]
 
 
 def max_params(

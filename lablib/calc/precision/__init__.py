@@ -21,6 +21,7 @@ from lablib.calc.precision.formats import (
 from lablib.calc.precision.fp8 import (
     DEEPSEEK_V3,
     HIGH_PRECISION,
+    MX_ROUNDINGS,
     STATES,
     TORCHAO_LLAMA3_8B,
     gather_bytes,
@@ -34,12 +35,22 @@ from lablib.calc.precision.fp8 import (
     scale_count,
     step_speedup,
 )
-from lablib.calc.precision.recipes import OPTIMIZERS, RECIPES, Optimizer, Recipe, find_optimizer, recipe
+from lablib.calc.precision.recipes import (
+    LEAST_QUANTIZED,
+    OPTIMIZERS,
+    RECIPES,
+    Optimizer,
+    Recipe,
+    find_optimizer,
+    recipe,
+)
 
 __all__ = [
     "DEEPSEEK_V3",
     "FORMATS",
     "HIGH_PRECISION",
+    "LEAST_QUANTIZED",
+    "MX_ROUNDINGS",
     "OPTIMIZERS",
     "RECIPES",
     "STATES",

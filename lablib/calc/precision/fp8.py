@@ -31,11 +31,18 @@ BLOCKS = {
     "row": None,
     "block1x128": (1, 128),
     "block128x128": (128, 128),
-    "mx32": (1, 32),
-    "mx32-floor": (1, 32),
+    **dict.fromkeys(("mx32", "mx32-floor", "mx32-even", "mx32-ceil"), (1, 32)),
     "nvfp4": (1, 16),
 }
-SCALE_BYTES = {"mx32": 1, "mx32-floor": 1, "nvfp4": 1}  # E8M0, E4M3; all others are fp32
+SCALE_BYTES = {name: 1 for name in BLOCKS if name.startswith("mx32")} | {"nvfp4": 1}  # E8M0, E4M3; all others are fp32
+
+#: How the scale of an MX block is rounded to a power of two, by torchao's names, and what becomes of the largest value.
+MX_ROUNDINGS = {
+    "rceil": "2^ceil(log2(largest / top)): it lands at most at the top, and none saturates",
+    "floor": "2^(floor(log2 largest) - floor(log2 top)): it lands in the top binade, and above the top it is cut off",
+    "even": "as floor for the largest rounded to the bits of the format: from 31/16 of a power of two on one more in E4M3",
+    "ceil": "2^(ceil(log2 largest) - floor(log2 top)): none saturates, and most scales are twice as large as they need be",
+}
 
 
 @dataclass(frozen=True)
@@ -90,25 +97,29 @@ def largest_scale(largest: float, top: float = 448.0) -> float:
     return largest / top if largest else 1.0
 
 
-def mx_scale(largest: float, top: float = 448.0, *, up: bool = True) -> float:
+def mx_scale(largest: float, top: float = 448.0, *, epsilon: float = 0.125, rounding: str = "rceil") -> float:
     """Return the scale of an MX block, a power of two.
 
-        up      2^ceil(log2(max |x| / top))                       nothing saturates
-        else    2^(floor(log2 max |x|) - floor(log2 top))         what lands above `top` is cut off
+    With `largest = m 2^e` and `top = t 2^f`, m and t from 1/2 to 1, the scale is `2^(e - f)`, or twice that where m is
+    above a threshold: t for "rceil", 1 for "floor", 1/2 for "ceil", and for "even" what rounds up to 1.
 
-    Training rounds up (Mishra et al. 2025, arXiv 2506.08027; Transformer Engine). The other is the suggestion of the
-    OCP Microscaling Formats Specification, with which their training diverged.
+    Training rounds up, "rceil" (Mishra et al. 2025, arXiv 2506.08027; Transformer Engine). "floor" is the suggestion of
+    the OCP Microscaling Formats Specification, with which their training diverged.
 
     Args:
         largest: Largest magnitude of the block.
         top: Largest number of the format: 448 for E4M3.
+        epsilon: Its gap between 1 and the next number.
+        rounding: A key of `MX_ROUNDINGS`.
     """
-    if not largest:
-        return 1.0
-    if not up:
-        return 2.0 ** (math.frexp(largest)[1] - math.frexp(top)[1])
-    mantissa, exponent = math.frexp(largest / top)
-    return 2.0 ** (exponent - (mantissa == 0.5))
+    (mantissa, exponent), (top_mantissa, top_exponent) = math.frexp(largest), math.frexp(top)
+    doubled = {
+        "rceil": mantissa > top_mantissa,
+        "floor": mantissa >= 1,
+        "even": mantissa >= 1 - epsilon / 4,
+        "ceil": mantissa > 0.5,
+    }[one_of("rounding", rounding, MX_ROUNDINGS)]
+    return 2.0 ** (exponent - top_exponent + doubled) if largest else 2.0**-127
 
 
 def linear_params(config: ModelConfig) -> int:

@@ -19,13 +19,17 @@ A recipe names the dtypes of a training run, an optimizer adds its moments.
 | adamw | momentum, variance | 8 |
 | sgd | | 0 |
 | sgd-momentum | momentum | 4 |
-| adamw-8bit | momentum, variance | 2 (1 + 4/256) = 2.03 |
+| adamw-8bit, adamw-8bit-bnb | momentum, variance | 2 (1 + 4/256) = 2.03 |
+| adamw-fp8 | momentum, variance | 2 (1 + 4/256) = 2.03 |
+| adamw-4bit | momentum, variance | 2 (1/2 + 4/128) = 1.06 |
+| adamw-bf16 | momentum, variance | 4, whatever the recipe |
 
 The default everywhere is mixed-bf16 with AdamW: 16 bytes, of which 12 belong to the optimizer (ZeRO's K = 12).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lablib.calc.errors import one_of
@@ -33,6 +37,7 @@ from lablib.calc.torch_versions import PINNED, torch_facts
 
 BLOCK = 256  # values that share one scale in block-wise 8-bit moments
 SCALE_BYTES = 4  # the scale is fp32
+LEAST_QUANTIZED = 4096  # values of a tensor from which on its moments are quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,51 +46,112 @@ class Optimizer:
 
     Attributes:
         source: Where its bytes come from.
-        quantized: Whether moments are block-wise 8-bit: 1 byte a value and an fp32 scale for every 256 values.
+        bits: Of a moment value; None: the recipe's `moment`.
+        block: Values that share one fp32 scale; 0 where there are no scales.
+        whole_blocks: Whether a tensor whose last block is not full stays in the recipe's dtype, as in torchao; else the
+            last block is shorter.
+        table: Values of the fp32 table of each moment.
+        shared_table: Whether all tensors share it.
     """
 
     name: str
     summary: str
     source: str
     moments: tuple[str, ...] = ()
-    quantized: bool = False
+    bits: int | None = None
+    block: int = 0
+    whole_blocks: bool = False
+    table: int = 0
+    shared_table: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether moments lie in blocks with scales."""
+        return bool(self.block)
 
     def moment_bytes(self, params: int, value_bytes: int = 4) -> dict[str, int]:
-        """Return the bytes of each moment for so many parameters.
+        """Return the bytes of each moment for so many parameters, taken as one flat array.
 
-        8-bit: `n + 4 ceil(n / 256)` a moment, the parameters of a rank taken as one flat array.
-        Left out: tensors of fewer than 4,096 values, which bitsandbytes and torchao keep in 32 bits, and their
-        lookup tables of 1 KiB. Together they are under 0.5 percent of the moments from GPT-2 upwards.
+        In blocks: `ceil(n bits / 8) + 4 ceil(n / block)` a moment. What depends on single tensors is left out: small
+        ones, and tables. Together they are under 0.5 percent of the moments from GPT-2 upwards; `bytes_of_tensors` has
+        them.
 
         Args:
             params: Parameters that this rank's optimizer updates.
-            value_bytes: Bytes of a moment value where the optimizer is not quantized; the recipe knows.
+            value_bytes: Bytes of a moment value where the optimizer does not say; the recipe knows.
         """
-        scales = SCALE_BYTES * -(-params // BLOCK)
-        return dict.fromkeys(self.moments, params + scales if self.quantized else params * value_bytes)
+        size = params * value_bytes if self.bits is None else -(-params * self.bits // 8)
+        scales = SCALE_BYTES * -(-params // self.block) if self.block else 0
+        return dict.fromkeys(self.moments, size + scales)
+
+    def bytes_of_tensors(self, sizes: Iterable[int], value_bytes: int = 4, *, tables: bool = True) -> dict[str, int]:
+        """Return the bytes of each moment, exactly.
+
+        Args:
+            sizes: Values of each tensor as this rank's optimizer meets it: of a shard, under FSDP2.
+            tables: Whether a table that all tensors share is counted here, and not with others.
+        """
+        if not self.quantized:
+            return self.moment_bytes(sum(sizes), value_bytes)
+        quantized, plain = [], 0
+        for size in sizes:
+            if size < LEAST_QUANTIZED or (self.whole_blocks and size % self.block):
+                plain += size
+            else:
+                quantized.append(size)
+        values = SCALE_BYTES * self.table * (bool(quantized and tables) if self.shared_table else len(quantized))
+        blocks = sum(sum(self.moment_bytes(size).values()) for size in quantized) // max(len(self.moments), 1)
+        # bitsandbytes keeps small ones in fp32, torchao in the dtype of the parameter.
+        return dict.fromkeys(self.moments, blocks + values + plain * (4 if self.shared_table else value_bytes))
 
 
+_MOMENTS = ("momentum", "variance")
+_EIGHT = "Dettmers et al. 2021 (arXiv 2110.02861) with blocks of 2,048; both libraries now use 256"
 OPTIMIZERS = {
-    name: Optimizer(name=name, summary=summary, source=source, moments=moments, quantized=name == "adamw-8bit")
-    for name, summary, source, moments in (
+    name: Optimizer(name=name, summary=summary, source=source, **how)
+    for name, summary, source, how in (
         (
             "adamw",
             "torch.optim.AdamW: two moments",
             "Loshchilov and Hutter 2017 (arXiv 1711.05101)",
-            ("momentum", "variance"),
+            {"moments": _MOMENTS},
         ),
-        ("sgd", "torch.optim.SGD: no moments", "PyTorch documentation, torch.optim", ()),
+        ("sgd", "torch.optim.SGD: no moments", "PyTorch documentation, torch.optim", {}),
         (
             "sgd-momentum",
             "torch.optim.SGD with momentum: one moment",
             "PyTorch documentation, torch.optim",
-            ("momentum",),
+            {"moments": ("momentum",)},
         ),
         (
             "adamw-8bit",
-            "bitsandbytes.optim.AdamW8bit and torchao.optim.AdamW8bit: 8-bit moments, fp32 scale per 256 values",
-            "Dettmers et al. 2021 (arXiv 2110.02861) with blocks of 2,048; both implementations now use 256",
-            ("momentum", "variance"),
+            "torchao.optim.AdamW8bit: 8-bit moments, fp32 scale per 256 values",
+            _EIGHT,
+            {"moments": _MOMENTS, "bits": 8, "block": BLOCK, "whole_blocks": True, "table": 256},
+        ),
+        (
+            "adamw-8bit-bnb",
+            "bitsandbytes.optim.AdamW8bit: the same, with shorter last blocks and one table for all tensors",
+            _EIGHT,
+            {"moments": _MOMENTS, "bits": 8, "block": BLOCK, "table": 256, "shared_table": True},
+        ),
+        (
+            "adamw-fp8",
+            "torchao.optim.AdamWFp8: E4M3 moments, fp32 scale per 256 values",
+            "torchao 0.18, torchao/optim/subclass_fp8.py",
+            {"moments": _MOMENTS, "bits": 8, "block": BLOCK, "whole_blocks": True},
+        ),
+        (
+            "adamw-4bit",
+            "torchao.optim.AdamW4bit: 4-bit moments, fp32 scale per 128 values",
+            "Li et al. 2023 (arXiv 2309.01507); torchao 0.18, torchao/optim/subclass_4bit.py",
+            {"moments": _MOMENTS, "bits": 4, "block": 128, "whole_blocks": True, "table": 16},
+        ),
+        (
+            "adamw-bf16",
+            "AdamW with both moments in bf16, as DeepSeek-V3 keeps them",
+            "DeepSeek-V3 (arXiv 2412.19437), section 3.3",
+            {"moments": _MOMENTS, "bits": 16},
         ),
     )
 }
@@ -152,7 +218,7 @@ class Recipe:
             optimizer: Name of an optimizer, or the optimizer.
         """
         # A whole number of blocks, so that a fraction of a scale counts as a fraction.
-        moments = sum(find_optimizer(optimizer).moment_bytes(BLOCK, self.moment).values()) / BLOCK
+        moments = sum(find_optimizer(optimizer).moment_bytes(BLOCK, self.moment).values()) / BLOCK  # 128 divides it
         return self.weights + self.gradients + self.accumulation + self.gradient_copy + self.master + moments
 
 
@@ -235,7 +301,7 @@ _ROWS = (
     _recipe(
         "pure-bf16",
         *(2, 2, 2),
-        "everything in bf16, moments too: what model.bfloat16() with torch.optim does",
+        "everything in bf16, torch.optim's moments too: what model.bfloat16() does",
         "torch.optim makes moments in the dtype of the parameter",
         moment=2,
     ),

@@ -3,6 +3,7 @@
     watched_training   small trainings that overflow, underflow or stall
     autocast           what autocast casts, traced, and its memory
     float8             FP8 layers and their errors, and the error of an all-reduce in 16 bits
+    libraries          torchao's and bitsandbytes' blocks and moments, where they are installed
 
 Read `watched_training` first. Chapter 08.
 """
@@ -14,7 +15,9 @@ from lablib.launch.precision.float8 import (
     gloo_error,
     missing_for_float8,
     precompute_scales,
+    product_error,
     rounding_noise,
+    through,
     to_float8,
 )
 from lablib.launch.precision.watched_training import overflow, small_model, stall, train_watched, underflow
@@ -29,9 +32,11 @@ __all__ = [
     "overflow",
     "precision_memory",
     "precompute_scales",
+    "product_error",
     "rounding_noise",
     "small_model",
     "stall",
+    "through",
     "to_float8",
     "trace_autocast",
     "train_watched",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lablib.calc.communication import summation_orders
 from lablib.calc.errors import one_of
 from lablib.calc.precision import ring_sum_error, rounding_error
-from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, MasterWeights, quantize
+from lablib.toys.precision import E4M3, E5M2, SCALINGS, DelayedScaling, MasterWeights, quantize, quantize_nvfp4
 from lablib.toys.text import batches, tokens
 from lablib.toys.transformer import Transformer, tiny_config
 
@@ -50,6 +50,25 @@ def fp8_error(
     error = ((found - exact).square().sum() / power).sqrt().item() if power else 0.0
     zeroed = ((found == 0) & (exact != 0)).double().mean().item()
     return Fp8Error(error, zeroed, quantized.saturated / exact.numel())
+
+
+def through(name: str, x_MK: Tensor, *, gradient: bool = False) -> Tensor:
+    """Return a matrix after its trip through a format, in fp32; rows lie along the dim that is summed over.
+
+    Args:
+        name: "nvfp4", "mxfp8", "fp8" (one scale for the matrix, gradients in E5M2) or "bf16".
+    """
+    if name == "nvfp4":
+        return quantize_nvfp4(x_MK).dequantize()
+    if name == "bf16":
+        return x_MK.bfloat16().float()
+    dtype = E5M2 if gradient and name == "fp8" else E4M3
+    return quantize(x_MK, {"mxfp8": "mx32", "fp8": "tensor"}[name], dtype).dequantize()
+
+
+def product_error(found_MN: Tensor, exact_MN: Tensor) -> float:
+    """Return the mean over rows of a row's error over its size: a row that is lost counts, however small it is."""
+    return ((found_MN - exact_MN).norm(dim=1) / exact_MN.norm(dim=1)).mean().item()
 
 
 @contextmanager

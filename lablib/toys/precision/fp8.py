@@ -10,8 +10,8 @@ How many values share a scale is the choice:
 | row | a row: a token, or an output of a weight | torchao "rowwise" |
 | block1x128 | 128 values of a row | DeepSeek-V3 (arXiv 2412.19437), activations and gradients |
 | block128x128 | a square of a matrix | DeepSeek-V3, weights |
-| mx32 | 32 values of a row, a power of two, rounded up | MXFP8 in Transformer Engine and torchao: the scale is E8M0 |
-| mx32-floor | the same, rounded down | what the OCP specification suggests; training with it diverged (2506.08027) |
+| mx32 | 32 values of a row, a power of two | MXFP8: the scale is E8M0, and rounded up (Transformer Engine, torchtitan) |
+| mx32-floor, -even, -ceil | the same, rounded otherwise | the OCP specification suggests floor; see `MX_ROUNDINGS` |
 
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
 
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lablib.calc.errors import one_of
+from lablib.calc.precision import MX_ROUNDINGS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -42,6 +43,8 @@ SCALINGS: dict[str, tuple[int | None, int | None]] = {
     "block128x128": (128, 128),
     "mx32": (1, 32),
     "mx32-floor": (1, 32),
+    "mx32-even": (1, 32),
+    "mx32-ceil": (1, 32),
 }
 
 
@@ -93,7 +96,7 @@ def quantize(
         # A block of zeros: any scale will do.
         scale_RC = torch.where(largest_RC > 0, largest_RC / top, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
         if scaling.startswith("mx32"):
-            scale_RC = power_of_two_scale(largest_RC, dtype, up=scaling == "mx32")
+            scale_RC = power_of_two_scale(largest_RC, top, torch.finfo(dtype).eps, scaling.partition("-")[2] or "rceil")
     else:
         scale_RC = scale.detach().float().reshape(1, 1)
     # PyTorch's casts overflow to NaN, to infinity or not at all, by dtype and version: clamp first.
@@ -109,21 +112,29 @@ def block_maxima(x_MK: Tensor, block: tuple[int, int]) -> Tensor:
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
 
 
-def power_of_two_scale(largest: Tensor, dtype: torch.dtype, *, up: bool = True) -> Tensor:
-    """Return MXFP8's scale, a power of two.
+SMALLEST = -127  # exponent of the smallest E8M0 scale; 127 of the largest
 
-        up      2^ceil(log2(largest / top))                       the largest lands at most at the top: none saturates
-        else    2^(floor(log2 largest) - floor(log2 top))         it lands in the top binade, and above the top it is cut
 
-    E4M3 has no 480, so rounded down up to 1/8 of a binade saturates at 448.
+def power_of_two_scale(largest: Tensor, top: float, epsilon: float, rounding: str = "rceil") -> Tensor:
+    """Return the scales of MX blocks, powers of two: `lablib.calc.precision.mx_scale` of many.
+
+    Args:
+        largest: Largest magnitude of every block.
+        top: Largest number of the format: 448 for E4M3, which has no 480; 6 for E2M1.
+        epsilon: Its gap between 1 and the next number.
+        rounding: A key of `MX_ROUNDINGS`.
     """
-    top = torch.tensor(torch.finfo(dtype).max)
-    if up:
-        mantissa, exponent = torch.frexp(largest / top)
-        exponent = exponent - (mantissa == 0.5).int()  # a power of two is its own ceiling
-    else:
-        exponent = torch.frexp(largest).exponent - torch.frexp(top).exponent
-    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127)), 1.0)
+    mantissa, exponent = torch.frexp(largest)
+    top_mantissa, top_exponent = torch.frexp(torch.tensor(top))
+    doubled = {
+        "rceil": mantissa > top_mantissa,
+        "floor": mantissa >= 1,
+        "even": mantissa >= 1 - epsilon / 4,
+        "ceil": mantissa > 0.5,
+    }[one_of("rounding", rounding, MX_ROUNDINGS)]
+    exponent = (exponent - top_exponent + doubled.int()).clamp(SMALLEST, -SMALLEST)
+    scale = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, SMALLEST))
+    return torch.where(largest.isfinite(), scale, torch.nan)  # E8M0 has NaN, and no infinity: such a block is lost
 
 
 def spread(scale_RC: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -170,7 +181,10 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a linear layer goes to FP8.
+    """How a linear layer goes to FP8, and its three matmuls.
+
+    Each sums over another dim: x wᵀ over K, g w over N, gᵀ x over tokens. So each quantizes its own factors, with rows
+    along the dim that it sums over. `lablib.toys.precision.fp4.Recipe4` has the same three.
 
     Attributes:
         activations: Scaling of inputs and gradients.
@@ -184,12 +198,26 @@ class Recipe:
     dtype: torch.dtype = E4M3
     gradient_dtype: torch.dtype = E5M2
 
+    def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        """Return `x wᵀ`."""
+        return fp8_matmul(x_MK, w_NK, (self.activations, self.weights), (self.dtype, self.dtype))
+
+    def input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
+        """Return `g w`."""
+        return fp8_matmul(g_MN, w_NK.T, (self.activations, self.weights), (self.gradient_dtype, self.dtype))
+
+    def weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """Return `gᵀ x`."""
+        return fp8_matmul(g_MN.T, x_MK.T, (self.activations, self.activations), (self.gradient_dtype, self.dtype))
+
 
 RECIPES = {
     "tensor": Recipe(),
+    "tensor, E4M3 gradients": Recipe(gradient_dtype=E4M3),
     "row": Recipe("row", "row"),
     "deepseek-v3": Recipe("block1x128", "block128x128", gradient_dtype=E4M3),
     "mxfp8": Recipe("mx32", "mx32", gradient_dtype=E4M3),
+    "mxfp8, rounded down": Recipe("mx32-floor", "mx32-floor", gradient_dtype=E4M3),
 }
 
 
@@ -205,27 +233,22 @@ def fp8_matmul(
     return a @ b.T
 
 
-class _Fp8Linear(torch.autograd.Function):
-    # Three matmuls, and each sums over another dim: x wᵀ over K, g w over N, gᵀ x over tokens.
-    # So each quantizes its own factors, along the dim that it sums over.
+class _ThreeMatmuls(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK: Tensor, w_NK: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x_MK, w_NK)
         ctx.recipe = recipe
-        scalings = (recipe.activations, recipe.weights)
-        return fp8_matmul(x_MK, w_NK, scalings, (recipe.dtype, recipe.dtype)).to(x_MK.dtype)
+        return recipe.forward(x_MK, w_NK).to(x_MK.dtype)
 
     @staticmethod
     def backward(ctx, g_MN: Tensor) -> tuple[Tensor, Tensor, None]:
         (x_MK, w_NK), recipe = ctx.saved_tensors, ctx.recipe
-        dtypes = (recipe.gradient_dtype, recipe.dtype)
-        g_MK = fp8_matmul(g_MN, w_NK.T, (recipe.activations, recipe.weights), dtypes)
-        g_NK = fp8_matmul(g_MN.T, x_MK.T, (recipe.activations, recipe.activations), dtypes)
+        g_MK, g_NK = recipe.input_gradient(g_MN, w_NK), recipe.weight_gradient(g_MN, x_MK)
         return g_MK.to(x_MK.dtype), g_NK.to(w_NK.dtype), None
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose three matmuls read FP8. Weights, gradients and what autograd keeps stay as they were."""
+    """A linear layer whose three matmuls read FP8, or what the recipe says. Weights, gradients and what autograd keeps stay as they were."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe: str | Recipe = "tensor", **kwargs
@@ -235,7 +258,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x wᵀ + b`."""
-        out_MN = _Fp8Linear.apply(x.flatten(0, -2), self.weight, self.recipe).unflatten(0, x.shape[:-1])
+        out_MN = _ThreeMatmuls.apply(x.flatten(0, -2), self.weight, self.recipe).unflatten(0, x.shape[:-1])
         return out_MN if self.bias is None else out_MN + self.bias
 
 

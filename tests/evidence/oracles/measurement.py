@@ -34,6 +34,7 @@ from lablib.calc.torch_versions import torch_facts
 from lablib.launch.fsdp import TRACKED_KINDS as FSDP_KINDS
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import saved_activations
+from lablib.launch.precision.libraries import moment_bytes
 from lablib.launch.torch_private import (
     FakeTensorMode,
     FSDPMemTracker,
@@ -46,6 +47,7 @@ from tests.evidence import verdict
 from tests.evidence.cases import Case
 from tests.evidence.oracles.context import waits_without_copies
 from tests.evidence.oracles.models import (
+    LOW_BIT,
     Master,
     Subject,
     build_model,
@@ -241,6 +243,7 @@ def answered(state, bucket):  # DDP takes no annotations that are text
 
 
 MOMENTS_OF = {"exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
+MOMENTS_OF |= {"momentum": "momentum", "variance": "variance"}  # of `lablib.toys.precision.LowBitAdamW`
 
 
 @dataclass(frozen=True)
@@ -292,7 +295,7 @@ def measure_case(case: Case, *, real: bool | None = None) -> Measured:
     fake = nullcontext() if real else FakeTensorMode()
     with prepared(case, fake) as (subject, group), fake, nullcontext() if real else _without_values():
         working = build_model(case, group, working=True).model if case.recipe == "mixed-bf16" else None
-        return _play(case, subject, working)
+        return play(case, subject, working)
 
 
 @contextmanager
@@ -372,7 +375,7 @@ def _group_of(module: str) -> str:
     return "head"  # the head itself, and the loss outside of all modules
 
 
-def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
+def play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
     trained = subject.model
     model = trained if working is None else working
     master = None if working is None else Master(trained, working)
@@ -409,7 +412,7 @@ def _play(case: Case, subject: Subject, working: nn.Module | None) -> Measured:
             _step(case, subject, model, batches[:1], tracker)  # after a backward buckets are built anew
             tracker.reset_mod_stats()
         saved, inputs, outputs = _step(case, subject, model, batches, tracker, sum(buckets))
-        states = _states(model, trained if master else None, own)
+        states = _states(case, model, trained if master else None, own)
         tracker.begin_optimizer()
         if master:
             master.take_gradients()
@@ -467,7 +470,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> list[str]:
     return ["F"] * (stages - 1) + steady + ["B"] * (stages - 1)
 
 
-def _states(model: nn.Module, master: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _states(case: Case, model: nn.Module, master: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Count the tensors that live from step to step, and the gradients; those of one value are counters."""
     found = {
         "weights": _bytes(model.parameters()),
@@ -475,6 +478,8 @@ def _states(model: nn.Module, master: nn.Module | None, optimizer: torch.optim.O
     }
     if master is not None:
         found["master_weights"] = _bytes(master.parameters())
+    if case.optimizer in LOW_BIT and case.optimizer != "adamw-bf16":
+        return found | {name: size for name, size in moment_bytes(optimizer).items() if size}
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

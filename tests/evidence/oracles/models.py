@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lablib.calc.models import ModelConfig
+from lablib.launch.precision.libraries import bitsandbytes_adamw, torchao_adamw
 from lablib.launch.recompute import apply_strategy
 from lablib.launch.torch_private import FakeStore, must_have
 from lablib.launch.training import add_lora
 from lablib.toys.context_parallel import ContextParallelTransformer
-from lablib.toys.precision import MasterWeights
+from lablib.toys.precision import LowBitAdamW, MasterWeights
 from lablib.toys.transformer import Transformer
 from tests.evidence.cases import Case
 from tests.evidence.oracles.context import local_batch, local_loss, split_attention
@@ -45,6 +46,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "sgd": partial(torch.optim.SGD, lr=1e-3),
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+}
+#: They have one implementation each. What they hold in their step is that of a CPU's eager kernels.
+LOW_BIT: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw-8bit": partial(torchao_adamw, states="8bit"),
+    "adamw-fp8": partial(torchao_adamw, states="fp8"),
+    "adamw-4bit": partial(torchao_adamw, states="4bit"),
+    "adamw-8bit-bnb": bitsandbytes_adamw,
+    "adamw-bf16": partial(LowBitAdamW, states="bf16"),
 }
 
 
@@ -103,6 +112,8 @@ def build_model(case: Case, group: dist.ProcessGroup | None = None, *, working: 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Return the case's optimizer in the case's implementation, over what is trained."""
     how = {"foreach": case.step == "foreach", "fused": case.step == "fused"}
+    if case.optimizer in LOW_BIT:
+        return LOW_BIT[case.optimizer]([p for p in model.parameters() if p.requires_grad])
     if case.sharding == "zero1":
         return shard_optimizer(OPTIMIZERS[case.optimizer], model, **how)
     if case.splits_eagerly:
