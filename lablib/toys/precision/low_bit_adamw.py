@@ -12,7 +12,7 @@ never sees a rounded update, only moments that were rounded one step before.
 | fp8 | 256 | the numbers of E4M3, scaled to 448 | the same | 2 (1 + 4/256) |
 | bf16 | no scale | the numbers of bf16 | the same | 4 |
 
-A tensor of fewer than 4,096 values, or with a last block that is not full, stays in fp32, as in torchao. A rank of
+A tensor of fewer than 4,096 values, or with a last block that is not full, stays in its dtype, as in torchao. A rank of
 FSDP2 quantizes its own shard, so that blocks begin where shards begin.
 
 Papers: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2 and 3; Li et al.
