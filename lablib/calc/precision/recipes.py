@@ -73,8 +73,8 @@ class Optimizer:
         """Return the bytes of each moment for so many parameters, taken as one flat array.
 
         In blocks: `ceil(n bits / 8) + 4 ceil(n / block)` a moment. What depends on single tensors is left out: small
-        ones, and tables. Together they are under 0.5 percent of the moments from GPT-2 upwards; `bytes_of_tensors` has
-        them.
+        ones, and tables. Together they are under 1 percent of GPT-2's moments, and 5 to 8 of a 0.5B model's on 64 ranks;
+        `bytes_of_tensors` has them.
 
         Args:
             params: Parameters that this rank's optimizer updates.

@@ -108,7 +108,10 @@ def quantize_mxfp4(x_MK: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tenso
 
 
 def hadamard(*, generator: torch.Generator | None = None) -> Tensor:
-    """Return a random orthogonal matrix of 16 by 16: Hadamard's, of ones and minus ones, with rows of random sign, / 4."""
+    """Return a random orthogonal matrix of 16 by 16: Hadamard's, of ones and minus ones, with rows of random sign, / 4.
+
+    Transformer Engine has one fixed vector of signs; here they are drawn.
+    """
     h = torch.ones(1, 1)
     while len(h) < BLOCK:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))

@@ -214,7 +214,7 @@ class Recipe:
 RECIPES = {
     "tensor": Recipe(),
     "tensor, E4M3 gradients": Recipe(gradient_dtype=E4M3),
-    "row": Recipe("row", "row"),
+    "row": Recipe("row", "row", gradient_dtype=E4M3),
     "deepseek-v3": Recipe("block1x128", "block128x128", gradient_dtype=E4M3),
     "mxfp8": Recipe("mx32", "mx32", gradient_dtype=E4M3),
     "mxfp8, rounded down": Recipe("mx32-floor", "mx32-floor", gradient_dtype=E4M3),

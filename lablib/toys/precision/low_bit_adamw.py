@@ -37,7 +37,7 @@ FORMATS = {"8bit": 256, "4bit": 128, "fp8": 256, "bf16": 0}  # values that share
 
 @cache
 def dynamic_table(bits: int, *, signed: bool) -> Tensor:
-    """Return the values of dynamic quantization, sorted, from -1 or 0 to 1.
+    """Return the values of dynamic quantization, sorted, from nearly -1 or from 0 to 1.
 
     Decades from 10^-(n-1) to 1, each with twice as many values as the one below it, at the middles of equal parts: what
     is near the largest of its block is precise, and what is a millionth of it is not zero yet. 8 bits have 7 decades,

@@ -3,8 +3,8 @@
     w ~ table[code] * scale         one scale for 64 weights: 4 + 32/64 = 4.5 bits a weight
     scale ~ mean + table8[code8] * scale of scales     one of these for 256 scales: 4 + 8/64 + 32/(64 * 256) = 4.127 bits
 
-The table has 16 values, the middles of equal shares of a normal distribution, scaled to [-1, 1] and with an exact zero:
-weights are about normal, so that each code is used about as often as each other. The second level is "double
+The table has 16 values, quantiles of a normal distribution at even steps of probability, scaled to [-1, 1] and with an
+exact zero. Weights are about normal; divided by the largest of their block they use the codes at the ends least. The second level is "double
 quantization": scales are positive and alike, so that their mean is taken off first.
 
 Paper: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), section 3. Held to bitsandbytes 0.50, `quantize_4bit` with
