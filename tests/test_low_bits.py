@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lablib.calc.memory import training_memory
+from lablib.calc.memory import run_config, training_memory
 from lablib.calc.memory.formulas import nf4_bytes
+from lablib.calc.memory.stage import Stage
 from lablib.calc.precision import FORMATS as NUMBERS
 from lablib.calc.precision import LEAST_QUANTIZED, MX_ROUNDINGS, find_optimizer, mx_scale
 from lablib.calc.precision.recipes import OPTIMIZERS
@@ -106,6 +107,11 @@ def test_the_committed_file_says_what_the_pages_do() -> None:
     for row in committed["qlora"]:
         assert row["exact"]
         assert 0 <= row["predicted_peak"] - row["peak"] <= row["matrix"]
+    runs, seeds = {row["name"]: row["diverged"] for row in committed["training"]}, committed["how"]["hard_seeds"]
+    lost = {states: runs[f"no warm-up, {states} moments"] for states in ("fp32", "8bit", "fp8", "4bit")}
+    # Fisher's exact test against none of fp32's, one-sided: the chance that all that diverged lie on one side of two.
+    chance = {s: math.comb(seeds, n) / math.comb(2 * seeds, n) for s, n in lost.items()}
+    assert [s for s in lost if chance[s] < 0.05] == ["fp8"]
     assert {row["optimizer"] for row in committed["optimizers"]} == {n for n, o in OPTIMIZERS.items() if o.bits}
 
 
@@ -268,6 +274,15 @@ def test_fsdp2_counts_the_shards_of_rank_0() -> None:
         sizes = [math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes]
         quantized = [n for n in sizes if n >= LEAST_QUANTIZED and n % 256 == 0]
         assert found == sum(n + 4 * n // 256 + 1024 for n in quantized) + 4 * (sum(sizes) - sum(quantized))
+
+
+def test_a_shared_table_is_one_with_experts_too() -> None:
+    for zero in (0, 1):
+        held = training_memory("mixtral-8x7b", seq=64, zero=zero, optimizer="adamw-8bit-bnb").terms["momentum"]
+        stage = Stage(run_config("mixtral-8x7b"), 0)
+        sizes = [*stage.sizes("trained", False), *stage.sizes("trained", True)]
+        assert held == find_optimizer("adamw-8bit-bnb").bytes_of_tensors(sizes)["momentum"]
+        assert sum(sizes) == sum(stage.total_params.values())
 
 
 def test_nf4_reads_back_within_half_a_gap() -> None:

@@ -704,6 +704,13 @@ def test_what_muon_costs_by_hand_and_on_ranks() -> None:
             muon_cost(*wrong)
 
 
+def test_claim_owners_send_least_on_few_ranks_and_a_home_on_many() -> None:
+    matrices = muon_matrices(preset("llama-3-8b"))
+    sent = {n: {way: muon_cost(matrices, n, way).sent for way in MUON_WAYS} for n in (8, 64, 256)}
+    assert [min(by_way, key=by_way.get) for by_way in sent.values()] == ["owner", "home", "home"]
+    assert 64 < len(matrices) < 256  # where ranks are more than matrices, some own none
+
+
 @pytest.mark.parametrize("ranks", [1, 8, 64, 256])
 def test_gathering_adds_and_computes_most(ranks: int) -> None:
     """As torchtitan's pull request 3719 says: owners add nothing, who gathers computes each factor on every rank."""

@@ -96,12 +96,13 @@ def flat_states(stage: Stage) -> dict[str, int]:
     """
     run, params = stage.run, stage.total_params
     terms: Counter[str] = Counter()
+    tensors: list[int] = []  # that the optimizer has as they are, and not in a flat array
     for expert in (False, True):
         ranks = run.replicas(expert)
         trained = state_terms(params["trained", expert], ranks, run.zero, run.recipe, run.optimizer)
-        if run.zero == 0 or ranks == 1:  # the optimizer has tensors, and no flat array
-            sizes = stage.sizes("trained", expert)
-            trained |= run.optimizer.bytes_of_tensors(sizes, run.recipe.moment, tables=not (expert and run.zero == 0))
+        if run.zero == 0 or ranks == 1:
+            tensors += stage.sizes("trained", expert)
+            trained |= dict.fromkeys(run.optimizer.moments, 0)
         sharers = ranks if weights_are_sharded(run) else 1
         trained["weights"] = shard_size(params["trained", expert], sharers) * run.recipe.weights
         terms.update(trained)
@@ -113,6 +114,7 @@ def flat_states(stage: Stage) -> dict[str, int]:
             codes, constants = nf4_bytes(size)
             terms["quantized_weights"] += codes
             terms["quantization_constants"] += constants
+    terms.update(run.optimizer.bytes_of_tensors(tensors, run.recipe.moment))
     return dict(terms)
 
 

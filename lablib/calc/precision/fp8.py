@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from lablib.calc.errors import one_of
 from lablib.calc.models import ModelConfig
@@ -97,6 +98,16 @@ def largest_scale(largest: float, top: float = 448.0) -> float:
     return largest / top if largest else 1.0
 
 
+def mx_doubles(mantissa: Any, top_mantissa: Any, epsilon: float, rounding: str) -> Any:
+    """Return whether the scale of an MX block is twice `2^(e - f)`, for `mx_scale`: of one mantissa, or of a tensor of them."""
+    return {
+        "rceil": mantissa > top_mantissa,
+        "floor": mantissa >= 1,
+        "even": mantissa >= 1 - epsilon / 4,
+        "ceil": mantissa > 0.5,
+    }[one_of("rounding", rounding, MX_ROUNDINGS)]
+
+
 def mx_scale(largest: float, top: float = 448.0, *, epsilon: float = 0.125, rounding: str = "rceil") -> float:
     """Return the scale of an MX block, a power of two.
 
@@ -113,12 +124,7 @@ def mx_scale(largest: float, top: float = 448.0, *, epsilon: float = 0.125, roun
         rounding: A key of `MX_ROUNDINGS`.
     """
     (mantissa, exponent), (top_mantissa, top_exponent) = math.frexp(largest), math.frexp(top)
-    doubled = {
-        "rceil": mantissa > top_mantissa,
-        "floor": mantissa >= 1,
-        "even": mantissa >= 1 - epsilon / 4,
-        "ceil": mantissa > 0.5,
-    }[one_of("rounding", rounding, MX_ROUNDINGS)]
+    doubled = mx_doubles(mantissa, top_mantissa, epsilon, rounding)
     return 2.0 ** (exponent - top_exponent + doubled) if largest else 2.0**-127
 
 

@@ -80,16 +80,17 @@ class Optimizer:
             params: Parameters that this rank's optimizer updates.
             value_bytes: Bytes of a moment value where the optimizer does not say; the recipe knows.
         """
-        size = params * value_bytes if self.bits is None else -(-params * self.bits // 8)
-        scales = SCALE_BYTES * -(-params // self.block) if self.block else 0
-        return dict.fromkeys(self.moments, size + scales)
+        return dict.fromkeys(self.moments, self._flat(params, value_bytes))
 
-    def bytes_of_tensors(self, sizes: Iterable[int], value_bytes: int = 4, *, tables: bool = True) -> dict[str, int]:
+    def _flat(self, params: int, value_bytes: int = 4) -> int:
+        size = params * value_bytes if self.bits is None else -(-params * self.bits // 8)
+        return size + (SCALE_BYTES * -(-params // self.block) if self.block else 0)
+
+    def bytes_of_tensors(self, sizes: Iterable[int], value_bytes: int = 4) -> dict[str, int]:
         """Return the bytes of each moment, exactly.
 
         Args:
             sizes: Values of each tensor as this rank's optimizer meets it: of a shard, under FSDP2.
-            tables: Whether a table that all tensors share is counted here, and not with others.
         """
         if not self.quantized:
             return self.moment_bytes(sum(sizes), value_bytes)
@@ -99,10 +100,11 @@ class Optimizer:
                 plain += size
             else:
                 quantized.append(size)
-        values = SCALE_BYTES * self.table * (bool(quantized and tables) if self.shared_table else len(quantized))
-        blocks = sum(sum(self.moment_bytes(size).values()) for size in quantized) // max(len(self.moments), 1)
+        tables = min(len(quantized), 1) if self.shared_table else len(quantized)
         # bitsandbytes keeps small ones in fp32, torchao in the dtype of the parameter.
-        return dict.fromkeys(self.moments, blocks + values + plain * (4 if self.shared_table else value_bytes))
+        plain_bytes = 4 if self.shared_table else value_bytes
+        total = sum(map(self._flat, quantized)) + SCALE_BYTES * self.table * tables + plain_bytes * plain
+        return dict.fromkeys(self.moments, total)
 
 
 _MOMENTS = ("momentum", "variance")

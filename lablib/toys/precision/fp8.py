@@ -11,7 +11,7 @@ How many values share a scale is the choice:
 | block1x128 | 128 values of a row | DeepSeek-V3 (arXiv 2412.19437), activations and gradients |
 | block128x128 | a square of a matrix | DeepSeek-V3, weights |
 | mx32 | 32 values of a row, a power of two | MXFP8: the scale is E8M0, and rounded up (Transformer Engine, torchtitan) |
-| mx32-floor, -even, -ceil | the same, rounded otherwise | the OCP specification suggests floor; see `MX_ROUNDINGS` |
+| mx32-floor, -even, -ceil | the same, rounded otherwise | the OCP specification suggests floor; see `mx_scale` |
 
 A matmul can take out a scale only if all terms of a sum share it, so blocks lie along the dim that is summed over.
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lablib.calc.errors import one_of
-from lablib.calc.precision import MX_ROUNDINGS
+from lablib.calc.precision import mx_doubles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -122,17 +122,12 @@ def power_of_two_scale(largest: Tensor, top: float, epsilon: float, rounding: st
         largest: Largest magnitude of every block.
         top: Largest number of the format: 448 for E4M3, which has no 480; 6 for E2M1.
         epsilon: Its gap between 1 and the next number.
-        rounding: A key of `MX_ROUNDINGS`.
+        rounding: A key of `lablib.calc.precision.MX_ROUNDINGS`.
     """
     mantissa, exponent = torch.frexp(largest)
     top_mantissa, top_exponent = torch.frexp(torch.tensor(top))
-    doubled = {
-        "rceil": mantissa > top_mantissa,
-        "floor": mantissa >= 1,
-        "even": mantissa >= 1 - epsilon / 4,
-        "ceil": mantissa > 0.5,
-    }[one_of("rounding", rounding, MX_ROUNDINGS)]
-    exponent = (exponent - top_exponent + doubled.int()).clamp(SMALLEST, -SMALLEST)
+    doubled = mx_doubles(mantissa, top_mantissa, epsilon, rounding).int()
+    exponent = (exponent - top_exponent + doubled).clamp(SMALLEST, -SMALLEST)
     scale = torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponent, SMALLEST))
     return torch.where(largest.isfinite(), scale, torch.nan)  # E8M0 has NaN, and no infinity: such a block is lost
 
@@ -248,7 +243,10 @@ class _ThreeMatmuls(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose three matmuls read FP8, or what the recipe says. Weights, gradients and what autograd keeps stay as they were."""
+    """A linear layer whose three matmuls read FP8, or what the recipe says.
+
+    Weights, gradients and what autograd keeps stay as they were.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe: str | Recipe = "tensor", **kwargs

@@ -171,9 +171,8 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state[name].write(moment)
             else:
                 state[name].copy_(moment)
-        step, lr = (
-            torch.as_tensor(x, dtype=torch.float32) for x in (state["step"], group["lr"])
-        )  # as a kernel has them
+        # In fp32, as a kernel has them.
+        step, lr = (torch.as_tensor(x, dtype=torch.float32) for x in (state["step"], group["lr"]))
         weight = weight - lr * group["weight_decay"] * weight
         denominator = v.sqrt() / (1 - beta2**step).sqrt() + group["eps"]
         parameter.copy_(weight - lr * (m / (1 - beta1**step)) / denominator)
