@@ -498,7 +498,6 @@ def _judge_muon_waste(results: list[dict[str, Any]], ranks: int, shapes: Shapes)
     each, sent = [len(result["asked"]) for result in results], sum(result["sent"] for result in results)
     part = any(shape not in shapes and shape[::-1] not in shapes for result in results for shape in result["asked"])
     least = 8 * 2 * (ranks - 1) / ranks * sum(rows * columns for rows, columns in shapes)  # in and out, whoever is home
-    pickled = any("object" in call for result in results for call in result["calls"])
     spread = {"all_gather", "broadcast", "all_reduce"} & set().union(*(result["calls"] for result in results))
     stacks = sum(-(-shapes.count(shape) // ranks) for shape in set(shapes))  # of padded stacks, dealt out evenly
     zeros = max(result["padding"] + len(result["asked"]) for result in results) > max(stacks, *each)
@@ -511,7 +510,6 @@ def _judge_muon_waste(results: list[dict[str, Any]], ranks: int, shapes: Shapes)
         ("Factors of zeros cost as much as others: a rank calls `factor` for the matrices whose home it is", zeros),
         (f"One rank computes {max(each)} of {len(shapes)} factors, and another none: deal the homes out",
          max(each) > 1 and not min(each)),
-        (f"{told}. Pickling costs more than small matrices have: send tensors", sent > 1.2 * least and pickled),
         (f"{told}. Matrices go to ranks that need no more of them than their rows: only the home needs a whole momentum, "
          "and nobody else a whole factor", sent > 1.2 * least and spread),
         (f"{told}. Momentum in, rows of the factor out: more need not travel, as weights and gradients are there",
@@ -794,8 +792,8 @@ def _judge_best(got: object, sent: list, choices: list[StageChoice], text: str) 
 # --- moments in few bits --------------------------------------------------------------------------------------
 
 _STATES = {"fp32": (32, 0), "8bit": (8, 256), "4bit": (4, 128)}  # bits, and values that share a scale
-Shapes = list[tuple[int, int]]
-_Moments = tuple[Shapes, int, int, int, set[str]]
+_Tensors = list[tuple[int, int]]  # rows, columns
+_Moments = tuple[_Tensors, int, int, int, set[str]]
 
 
 def _held(
@@ -812,7 +810,7 @@ def _held(
     return moments * total
 
 
-def _shards(shapes: Shapes, ranks: int) -> list[int]:
+def _shards(shapes: _Tensors, ranks: int) -> list[int]:
     return [shard_size(rows, ranks) * columns for rows, columns in shapes]
 
 
@@ -831,16 +829,15 @@ def _moment_jobs(seed: int) -> list[_Moments]:
     """Return jobs by hand first: whole blocks, half a block, too small, blocks of 128 where 256 do not fit."""
     dice = random.Random(seed)
     shapes = [[(64, 130), (64, 126)], [(64, 128), (6, 10)], [(66, 256), (64, 130)], [(96, 320)], [(48, 352), (64, 1)]]
-    jobs: list[tuple[Shapes, int, int, set[str]]] = [
+    jobs: list[tuple[_Tensors, int, int, set[str]]] = [
         (shapes[0], 2, 0, set()), (shapes[1], 4, 0, set()), (shapes[2], 2, 0, set()), (shapes[3], 3, 20, set()),
         (shapes[4], 3, 0, {"4bit"}), ([(90, 352), *[(128, 96)] * 16], 2, 20, set()),
     ]  # fmt: skip
     for _ in range(40):
         some = [(dice.choice((64, 90, 96, 128, 200, 256)), dice.choice((1, 64, 96, 130, 352, 384))) for _ in range(3)]
         step, diverges = dice.choice((0, 20)), dice.choice((set(), set(), {"4bit"}, {"8bit"}))
-        jobs.append(
-            (some * (6 if step else 1), dice.choice((1, 2, 3, 4, 8)), step, diverges)
-        )  # a deep model, or a layer
+        # In a deep model the largest tensor is a small part, so that its temporaries can pay.
+        jobs.append((some * (6 if step else 1), dice.choice((1, 2, 3, 4, 8)), step, diverges))
     made = []
     for some, ranks, step, diverges in jobs:
         rooms = _room((some, ranks, 0, step, diverges))
