@@ -163,6 +163,8 @@ def test_a_linear_layer_in_four_bits_is_its_three_matmuls() -> None:
 def test_scales_without_a_second_level_end_at_a_64th() -> None:
     small = torch.full((1, 16), 1e-5)
     assert quantize_nvfp4(small).dequantize() == pytest.approx(small, rel=0.04)  # half a gap of the block's E4M3 scale
+    tiny = torch.tensor([[0.0, -0.0, 2.0**-140, *[0.0] * 13]])  # whose scale has no finite inverse
+    assert quantize_nvfp4(tiny).dequantize().flatten()[[0, 1, 3]].tolist() == [0.0] * 3
     alone = quantize_nvfp4(small, two_level=False)
     assert alone.scale_RC.item() == 2.0**-6
     assert not alone.dequantize().any()

@@ -94,7 +94,8 @@ def quantize_nvfp4(
     scale_RC = (largest_RC / TOP / tensor_scale).clamp(LEAST_SCALE, top).to(E4M3)
     # Kernels multiply by one number, and not divide by two: the last bit differs.
     inverse_RC = (1 / tensor_scale) / scale_RC.float()
-    values_MK = x_MK * spread(inverse_RC, block, x_MK.shape)
+    # In a tensor of fp32's subnormals the inverse is infinite, and a zero stays one.
+    values_MK = torch.where(x_MK == 0, x_MK, x_MK * spread(inverse_RC, block, x_MK.shape))
     return Nvfp4(round_e2m1(values_MK, stochastic=stochastic, generator=generator), scale_RC, tensor_scale, block)
 
 
