@@ -190,7 +190,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): about two minutes the first time ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$($(PYTHON) tools/torch_index.py) \
-	  -c constraints.txt -e '.[all]'
+	  -c constraints.txt -e '.[all,torchft]'
 	@# What pip does on one core, without the third that nobody imports; templates may fail.
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/torch/testing/_internal/|/transformers/models/' $(VENV)/lib >/dev/null || true
 	@$(BIN)/python -c 'import matplotlib.pyplot' 2>/dev/null # builds the font cache, or a lab would print that it does

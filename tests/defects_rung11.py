@@ -329,6 +329,16 @@ def _hang(seen, *, by_calls=True, by_gap=True):
     return "skipped batch" if gap and by_gap else "uneven data"
 
 
+def _parted(seen):
+    return seen.digests[0] != seen.digests[1]
+
+
+def _late(seen, *, many="slow rank", few="straggler that comes and goes"):
+    """Compares the ranks step by step."""
+    far = [max(step) > 1.5 * min(step) for step in zip(*seen.flops, strict=True)]
+    return None if not any(far) else many if all(far) else few
+
+
 def _diagnose(
     seen,
     *,
@@ -337,7 +347,8 @@ def _diagnose(
     steps=lambda seen: len(seen.losses[0]),
     reduces=lambda seen: [size for op, size in seen.calls[0] if op == "all_reduce"],
     dtype=True,
-    work=1.5,
+    parted=_parted,
+    late=_late,
     norm=1e-2,
     first=1,
     again=True,
@@ -356,9 +367,10 @@ def _diagnose(
         return "accumulation that communicates"
     if dtype and min(reduces(seen)) < 4 * seen.parameters:
         return "wrong-dtype reduction"
-    flops = [ranks[0] for ranks in seen.flops]
-    if max(flops) > work * min(flops):
-        return "slow rank"
+    if parted(seen):
+        return "silent data corruption"
+    if late(seen):
+        return late(seen)
     off = zip(seen.norms[0][first:], seen.expected["norms"][first:], strict=True)
     if any(abs(a - b) > norm * b for a, b in off):
         return "forgotten zero_grad"
@@ -385,7 +397,39 @@ class diagnose:
         moved = any(a != b for a, b in zip(means, seen.expected["losses"], strict=False))
         return "wrong-dtype reduction" if found == HEALTHY and moved else found
 
-    nobody_is_slow = lambda seen: _diagnose(seen, work=math.inf)
+    nobody_is_slow = lambda seen: _diagnose(seen, late=lambda seen: None)
+    slow_once_is_slow = lambda seen: _diagnose(seen, late=lambda seen: _late(seen, few="slow rank"))
+    slow_now_and_then = lambda seen: _diagnose(
+        seen, late=lambda seen: _late(seen, many="straggler that comes and goes")
+    )
+
+    def means_over_steps(seen):
+        """Ranks that are late in turn are alike in the mean."""
+
+        def late(seen):
+            low, high = sorted(fmean(steps) for steps in seen.flops)
+            return "slow rank" if high > 2 * low else "straggler that comes and goes" if high > 1.01 * low else None
+
+        return _diagnose(seen, late=late)
+
+    def slow_in_the_first_step(seen):
+        return _diagnose(seen, late=lambda seen: "slow rank" if seen.flops[0][0] != seen.flops[1][0] else None)
+
+    def looks_for_corruption_in_the_final_loss(seen):
+        found = _diagnose(seen, parted=lambda seen: False)
+        moved = abs(seen.job_losses[-1] / seen.expected["losses"][-1] - 1) > 1e-3 if found == HEALTHY else False
+        return "silent data corruption" if moved else found
+
+    # Compares the norms of the gradients, which the ranks have added up.
+    looks_for_corruption_in_the_norms = lambda seen: _diagnose(seen, parted=lambda seen: seen.norms[0] != seen.norms[1])
+    believes_the_first_checksums = lambda seen: _diagnose(
+        seen, parted=lambda seen: seen.digests[0][0] != seen.digests[1][0]
+    )
+
+    def halves_are_no_copies(seen):
+        """Each rank of FSDP2 and of tensor parallelism has a part of its own, and a checksum with it."""
+        return "silent data corruption" if not seen.hangs and _parted(seen) else _diagnose(seen)
+
     norms_to_the_bit = lambda seen: _diagnose(seen, norm=0.0)
     everything_is_well = lambda seen: HEALTHY
     believes_the_loader = lambda seen: _diagnose(seen, again=False)
@@ -412,7 +456,9 @@ class diagnose:
             ("equal seeds", seen.layout == "tensor parallel" and seen.weight_norms[0] == seen.weight_norms[1]),
             (HEALTHY, seen.layout == "tensor parallel"),
             ("unsharded parameter", seen.sharded and sum(seen.state_bytes) > 1.2 * 4 * seen.parameters),
+            ("silent data corruption", not seen.sharded and seen.digests[0][-1:] != seen.digests[1][-1:]),
             ("slow rank", max(map(sum, seen.flops)) > 1.5 * min(map(sum, seen.flops))),
+            ("straggler that comes and goes", sum(seen.job_flops) > 1.01 * max(map(sum, seen.flops))),
             ("accumulation that communicates", not seen.sharded and len(sizes[0]) >= 2 * len(norms)),
             ("wrong-dtype reduction", not seen.sharded and sizes[0] and sizes[0][0] == 2 * seen.parameters),
             ("forgotten zero_grad", not seen.sharded and any(a > 1.02 * b or b > 1.02 * a for a, b in pairs)),
@@ -435,8 +481,11 @@ class diagnose:
             return HEALTHY if sum(seen.state_bytes) < 1.1 * 4 * seen.parameters else "unsharded parameter"
         if {n for each in seen.batches for n in each} != set(range(steps * ranks * seen.micro_batches)):
             return "data seen again"
-        if sum(max(f) for f in zip(*seen.flops, strict=True)) > 2 * sum(min(f) for f in zip(*seen.flops, strict=True)):
-            return "slow rank"
+        if len({tuple(digests) for digests in seen.digests}) == ranks:
+            return "silent data corruption"
+        work = np.array(seen.flops)
+        if work.std(axis=0).any():  # some step, and if one rank is always ahead, every step
+            return "slow rank" if np.ptp(work, axis=1).max() == 0 else "straggler that comes and goes"
         reduced = [size for op, size in seen.calls[0] if op == "all_reduce"]
         if len(reduced) != steps:
             return "accumulation that communicates"

@@ -53,13 +53,14 @@ DRAWN = {
     "rung10": (1, ("choose_algorithm", "place")),
     "rung12": (1, ("global_loss", "sent_bytes", "choose_split")),
     "rung13": (1, ("route", "send_counts", "kept_tokens", "expert_bytes", "place_experts")),
+    "rung14": (1, ("choose_timeout", "take_part", "who_is_wrong", "plan_groups")),
 }
 ANY_DRAW = [(rung, name, seed) for rung, (draws, names) in DRAWN.items() for name in names for seed in range(draws)]
 
 
 def test_every_rung_has_checks():
     assert {rung for rung, _ in CHECKS} == set(RUNGS)
-    assert [f"rung{number:02d}" for number in range(1, 14)] == sorted(RUNGS)
+    assert [f"rung{number:02d}" for number in range(1, 15)] == sorted(RUNGS)
 
 
 @pytest.mark.parametrize(("rung", "name"), CHECKS)

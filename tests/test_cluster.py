@@ -188,6 +188,46 @@ def test_torchrun_on_two_hosts() -> None:
 
 
 @needs_hosts
+def test_a_parted_network() -> None:
+    """A cut that is mended in time costs time only; later the group is broken for good, and a new one is not."""
+    cards = cables()
+    with two_hosts.Cluster(2) as cluster:
+        networks = {cluster.run(host, "readlink", "/proc/self/ns/net").strip() for host in range(2)}
+        seen = two_hosts.watch_parting(cluster, host=1)
+        assert len(seen) == 2  # the one behind the cut and the one in front of it
+        for said in seen:
+            assert said["mended in time"] == said["a new group"] == 2
+            for broken in ("mended late", "not mended"):
+                # Whoever comes last sees that its neighbour has given up.
+                assert "Timed out waiting 3000ms" in said[broken] or "Connection closed by peer" in said[broken]
+            assert isinstance(said["the same group"], str)
+        wait_until_gone("no token", networks)  # no rank is left behind the cut
+        assert "UP" in carrier(cluster, 1)
+        cluster.part(0)
+        assert ["DOWN" in carrier(cluster, host) for host in range(2)] == [True, False]
+        cluster.mend(0)
+        assert "DOWN" not in carrier(cluster, 0)
+        with pytest.raises(ValueError, match=r"^host=2: this cluster has 0 to 1$"):
+            cluster.part(2)
+    wait_until_gone("no token", networks)
+    assert cables() == cards
+
+
+def carrier(cluster: two_hosts.Cluster, host: int) -> str:
+    """Return the state of a host's card, as the kernel there sees it."""
+    return cluster.run(host, "ip", "-br", "link", "show", "eth0").split()[1]
+
+
+def test_a_cable_is_cut_from_a_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABLIB_HOSTS", raising=False)
+    for name in ("part", "mend"):
+        with pytest.raises(
+            RuntimeError, match=f"{name} works on a host of a Cluster; from outside call cluster.{name}"
+        ):
+            getattr(two_hosts, name)(1)
+
+
+@needs_hosts
 def test_failure_names_the_host_and_ends_the_others() -> None:
     token = uuid.uuid4().hex
     with two_hosts.Cluster(2) as cluster:

@@ -27,6 +27,19 @@ OPTIONAL = {
     "deepspeed": {"deepspeed", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"},
     "fp8": {"torchao"},
     "peft": {"peft"},
+    "torchft": {
+        "googleapis-common-protos",
+        "opentelemetry-api",
+        "opentelemetry-exporter-http-transport",
+        "opentelemetry-exporter-otlp-common",
+        "opentelemetry-exporter-otlp-proto-common",
+        "opentelemetry-exporter-otlp-proto-http",
+        "opentelemetry-proto",
+        "opentelemetry-sdk",
+        "opentelemetry-semantic-conventions",
+        "protobuf",
+        "torchft",
+    },
 }
 BY_CHOICE = set().union(*OPTIONAL.values())
 #: What a CUDA build of torch brings: which of them, and whether any, is the index's choice.

@@ -11,6 +11,7 @@ import random
 from statistics import mean, stdev
 
 import pytest
+import torch
 
 from lablib.calc.runs import LLAMA3_FAILURES as LLAMA3
 from lablib.calc.runs import best_interval, daly_interval, lost_share, lost_time, young_interval
@@ -283,8 +284,8 @@ def test_wrong_dtype(seen):
 
 def test_slow_rank(seen):
     symptoms, setting = seen["slow rank", False]
-    work = [flops[0] for flops in symptoms.flops]
-    assert work[setting.culprit] == 3 * work[1 - setting.culprit]
+    late, other = symptoms.flops[setting.culprit], symptoms.flops[1 - setting.culprit]
+    assert late == [3 * work for work in other] == symptoms.job_flops
     assert mean_losses(symptoms) == pytest.approx(symptoms.expected["losses"], rel=1e-5)
 
 
@@ -308,6 +309,73 @@ def test_data_seen_again(seen):
     half = setting.steps // 2
     assert symptoms.job_losses[:half] == pytest.approx(symptoms.expected["losses"][:half], rel=1e-5)
     assert symptoms.batches[1] == [2 * place + 1 for place in (*range(half), *range(setting.steps - half))]
+
+
+def test_silent_data_corruption(seen):
+    symptoms, setting = seen["silent data corruption", False]
+    equal = [len(set(step)) == 1 for step in zip(*symptoms.digests, strict=True)]
+    assert equal == [step < setting.flip.step for step in range(setting.steps)]
+    # Loss and norm are no witnesses: both are what they are expected to be, but for less than a ten-thousandth.
+    assert symptoms.job_losses == pytest.approx(symptoms.expected["losses"], rel=1e-4)
+    assert symptoms.job_norms == pytest.approx(symptoms.expected["norms"], rel=1e-4)
+
+
+def test_a_straggler_that_comes_and_goes(seen):
+    symptoms, setting = seen["straggler that comes and goes", False]
+    usual = symptoms.flops[0][0]
+    late = [[rank for rank in range(2) if symptoms.flops[rank][step] == 3 * usual] for step in range(setting.steps)]
+    assert [step for step, ranks in enumerate(late) if ranks] == [1, setting.steps - 1]
+    assert (late[1], late[-1]) == ([setting.culprit], [1 - setting.culprit])
+    assert sum(symptoms.flops[0]) == sum(symptoms.flops[1]) == (setting.steps + 2) * usual
+    assert sum(symptoms.job_flops) == (setting.steps + 4) * usual
+    assert mean_losses(symptoms) == pytest.approx(symptoms.expected["losses"], rel=1e-5)
+
+
+def test_only_corruption_parts_copies(seen):
+    for (fault, healthy), (symptoms, _) in seen.items():
+        assert [len(digests) for digests in symptoms.digests] == [len(losses) for losses in symptoms.losses]
+        assert len({digest for rank in symptoms.digests for digest in rank}) >= len(symptoms.digests[0])  # all move
+        corrupt = fault == "silent data corruption" and not healthy
+        same = symptoms.digests[0] == symptoms.digests[1]
+        # The halves of one model are equal only if both were drawn from one seed, which is that fault.
+        drawn_alike = fault == "equal seeds" and not healthy
+        assert same == (drawn_alike or (symptoms.layout == "copies" and not corrupt))
+
+
+def test_one_bit_is_flipped_and_no_other():
+    numbers = torch.tensor([1.0, -2.5, 0.0, 3e38])
+    for bit in range(32):
+        flipped = zoo.flip_bit(numbers, -2, bit)
+        different = numbers.view(torch.int32) ^ flipped.view(torch.int32)
+        assert [int(word) & 0xFFFFFFFF for word in different] == [0, 0, 1 << bit, 0]
+        assert torch.equal(zoo.flip_bit(flipped, 2, bit), numbers)
+    assert zoo.flip_bit(numbers, 0, 31).tolist()[0] == -1
+    assert zoo.flip_bit(numbers, 0, 23).tolist()[0] == 0.5  # the exponent's lowest bit
+    assert zoo.flip_bit(numbers, 0, 22).tolist()[0] == 1.5
+    assert numbers.tolist() == pytest.approx([1.0, -2.5, 0.0, 3e38])  # the argument stays
+
+
+def test_what_each_instrument_sees_of_a_flipped_bit():
+    """Digests of replicas see what one rank alone has; a twin run sees all that is not rounded away; the loss little."""
+    at, low, high = 3, 12, 30  # of mantissa and exponent
+    cases = [(where, bit) for where in zoo.PLACES for bit in (low, high)]
+    flips = [zoo.Flip(where, bit, step=at, number=-3) for where, bit in cases]
+    every = zoo.watch_flips(flips, Setting(steps=6))
+    assert [found.flip for found in every] == flips
+    for (where, bit), found in zip(cases, every, strict=True):
+        assert found.losses[:at] == found.undisturbed[:at]
+        assert found.twin_differs == at
+        assert found.ranks_differ == (at if where in ("weights", "received sum") else None)
+        if bit == low:  # at most 2**-11 of one number of more than a hundred
+            assert 0 < found.loss_moves < 1e-3
+            assert found.norm_moves < 1e-3
+        elif where == "input":  # tanh is saturated by whatever is large, and gives its usual 1
+            assert 0.1 < found.loss_moves < math.inf
+        else:  # a weight of the last layer, or its gradient, which is below 2, becomes one above 1e30
+            assert found.loss_moves == found.norm_moves == math.inf
+    # A gradient of a thousandth of its weight moves that by less than a rounding: nobody sees it, and nothing is wrong.
+    (nothing,) = zoo.watch_flips([zoo.Flip("sum", 0, step=at, number=-3)], Setting(steps=6))
+    assert (nothing.loss_moves, nothing.ranks_differ, nothing.twin_differs) == (0, None, None)
 
 
 def test_symptoms_do_not_name_the_fault(seen):
@@ -341,6 +409,11 @@ def _raise(work):
         ("Z", Setting(), "there is no program 'Z'; use A, B"),
         ("A", Setting(width=7), "width=7 even"),
         ("F", Setting(), "F accumulates"),
+        ("K", Setting(flip=zoo.Flip("disk")), "in one of 'weights', 'input', .* and not in 'disk'"),
+        ("K", Setting(flip=zoo.Flip(bit=32)), "bit=32 in step=2: bits are 0 to 31, and steps 0 to 4"),
+        ("K", Setting(flip=zoo.Flip(step=5)), "in step=5"),
+        ("K", Setting(flip=zoo.Flip(number=178)), "number=178: there are 178 in 'weights' at width=8"),
+        ("K", Setting(flip=zoo.Flip("input", number=-33)), "number=-33: there are 32 in 'input'"),
     ],
 )
 def test_bad_settings(program, setting, text):

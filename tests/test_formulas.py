@@ -24,6 +24,7 @@ NOT_EVALUATED = {
     "eq-03-row": "a product of matrices: test_tensor_parallel computes it",
     "eq-03-loss": "needs ranks: test_tensor_parallel holds it to the loss of one",
     "eq-07-step": "names the parts of the planner's own sum: test_step_time holds it to schedules",
+    "eq-14-weight": "needs groups: test_replica_groups holds their losses to those of one process",
     "eq-11-noise-scale": "defined by expectations: test_noise_scale estimates it from draws",
 }
 

@@ -288,12 +288,15 @@ _LOOK = {
     "skipped batch": "a rank ends one collective early, and a number is missing among its batches",
     "wrong-dtype reduction": "the reduced vector has fewer bytes than 4 for each parameter",
     "mismatched collectives": "the ranks wait in two different operations, as the same entry of their calls",
-    "slow rank": "one rank does several times the FLOPs of the other; all else is as expected",
+    "slow rank": "one rank does several times the FLOPs of the other in every step; all else is as expected",
     "accumulation that communicates": "there are more all-reduces than steps, and the losses are as expected",
     "uneven data": "a rank ends one collective early, and no number is missing among its batches",
     "unsharded parameter": "each rank keeps far more than its half of the bytes",
     "equal seeds": "the two halves of one model were drawn with the same norm, to the last digit",
     "data seen again": "a rank trains on the same batch numbers twice",
+    "silent data corruption": "the ranks should hold copies, and their digests part in mid-run; losses hardly move",
+    "straggler that comes and goes": "in some steps one rank does several times the FLOPs of the other, each in its turn, "
+    "so that their means over the steps are alike",
     HEALTHY: "nothing differs from what is expected but rounding",
 }
 
@@ -321,6 +324,7 @@ def _made_up() -> Symptoms:
     return Symptoms(
         parameters=178, layout="copies", micro_batches=1, expected={"losses": [1.0] * 4, "norms": [1.0] * 4},
         batches=[[0, 2, 4, 6], [1, 3, 5, 7]], losses=series, norms=series, flops=[[4272] * 4] * 2,
+        digests=[["8006a183", "f73095df", "62f2faeb", "91c6ed2c"]] * 2,
         calls=[[("all_reduce", 712)] * 4] * 2, weight_norms=[2.0, 2.0], state_bytes=[None, None],
         ended=["returned", "returned"],
     )  # fmt: skip
@@ -328,9 +332,9 @@ def _made_up() -> Symptoms:
 
 @check(
     idea="First ask whether the job hangs, then whether its first steps agree with one process, and then count.",
-    section="The failure zoo: ten faults and their symptoms",
-    line="For each fault test the one symptom that its healthy twin does not show, the hangs first, and allow for "
-    "rounding wherever you compare losses or norms.",
+    section="The failure zoo: faults and their symptoms",
+    line="For each fault test the one symptom that its healthy twin does not show, the hangs first; compare ranks step by "
+    "step, and allow for rounding wherever you compare losses or norms.",
 )
 def diagnose(answer: Callable[[Symptoms], str]) -> str:
     """Judge `diagnose(symptoms)`: a name out of `FAULTS`, or "healthy", for each program and each healthy twin."""

@@ -89,6 +89,10 @@ def plan(
     ] = None,
     restart: Annotated[float, typer.Option(help="Minutes to find a failure, reading the checkpoint left out.")] = 10,
     spares: Annotated[float, typer.Option(help="Nodes held back, as a share.")] = 0.05,
+    replica_groups: Annotated[
+        int | None, typer.Option(help="Make the bill by so many groups of replicas that fail one at a time.")
+    ] = None,
+    repair: Annotated[float, typer.Option(help="Hours until a broken node is back, if no spare is left.")] = 24,
     top: Annotated[int, typer.Option(help="Layouts to list, each with another (tp, cp, pp, dp).")] = 5,
     why: Annotated[
         bool, typer.Option("--why", help="Say where the time of the first goes, and what others take.")
@@ -111,8 +115,8 @@ def plan(
         raise ValueError(f"--top={top} must be at least 1")
     if as_json and export:
         raise ValueError("--json and --export print two different things; give one")
-    if tokens is None and (price is not None or storage is not None):
-        raise ValueError("--price and --storage belong to a bill: give --tokens too")
+    if tokens is None and (price is not None or storage is not None or replica_groups is not None):
+        raise ValueError("--price, --storage and --replica-groups belong to a bill: give --tokens too")
     if tokens and export:
         raise ValueError("--tokens and --export print two different things; give one")
     config = resolve_model(named_model(model))
@@ -143,7 +147,14 @@ def plan(
 
         rate = None if storage is None else parse_bandwidth(storage)
         bill = plan_bill(
-            result, tokens=parse_count(tokens), price=price, storage=rate, restart=60 * restart, spares=spares
+            result,
+            tokens=parse_count(tokens),
+            price=price,
+            storage=rate,
+            restart=60 * restart,
+            spares=spares,
+            replica_groups=replica_groups,
+            repair=3600 * repair,
         )
     if as_json:
         found = plan_dict(result, top=top, why=plan_reasons(result))

@@ -1,11 +1,12 @@
-"""The failure zoo: ten small training programs, each with one planted fault and a healthy twin, run on two ranks.
+"""The failure zoo: small training programs, each with one planted fault and a healthy twin, run on two ranks.
 
     symptoms = run("B")                 # the fault of program B; run("B", healthy=True) is its twin
     print(symptoms)                     # losses, norms, traffic, where ranks stand
     symptoms.calls[1]                   # [("all_reduce", 712), ...]: the collectives of rank 1
+    watch_flips([Flip("sum", bit=30)])  # what losses, norms and digests see of one flipped bit
 
-Read the programs first: the lines under `if faulty` are the faults. Below them is what all programs share, a small
-model, its data, its log, and a watch for hangs.
+Read the programs first: the lines under `if faulty` are the faults, in `flipped_bit` those of `pass_by`. Below them is
+what all programs share, a small model, its data, its log, and a watch for hangs.
 
 Every rank writes a log (`lablib.launch.records.logs`): each collective before it waits for it, each step, its end.
 From the logs of all ranks a hang can be proven without a clock: a rank waits for ever when another one has called
@@ -19,10 +20,11 @@ import os
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from math import hypot
+from dataclasses import dataclass, replace
+from math import hypot, inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lablib.launch.measure import (
     Call,
@@ -49,6 +52,20 @@ _LOOK_S = 0.01  # between two looks of the watch; nothing depends on it
 _PEER_S = 5.0  # for the other ranks to prove the hang, too, before this one ends
 _ENDED = ("returned", "hang")
 
+#: Where a bit can flip: in one rank's weights before a step, in its inputs, in its own gradient, in the sum of all
+#: gradients that it has received; or in the sum while it is made, and then every rank receives it so.
+PLACES = ("weights", "input", "gradient", "received sum", "sum")
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of one 32-bit number that turns over in mid-run."""
+
+    where: str = "weights"  # one of PLACES
+    bit: int = 12  # 0 to 22 of the mantissa, lowest first, 23 to 30 of the exponent, 31 the sign
+    step: int = 2  # counted from 0
+    number: int = 0  # which one; from the end if negative, and of weights and gradients -1 is the last bias
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -59,6 +76,7 @@ class Setting:
     width: int = 8  # of the model, even
     culprit: int = 1  # the rank that misbehaves, where one does
     seed: int = 0  # of weights and data
+    flip: Flip = Flip()  # in program K
 
 
 # --- the programs ---------------------------------------------------------------------------------------------------
@@ -75,11 +93,15 @@ def train_copies(setting: Setting, log: RankLog, program: str, fault: bool) -> N
     mine = job.mine(batches)
     if faulty == "data seen again":  # started again from a checkpoint, the loader begins at the first batch
         mine = (mine[: setting.steps // 2] + mine)[: setting.steps]
+    turns = {1: setting.culprit, setting.steps - 1: (setting.culprit + 1) % job.ranks}  # step to rank
     with watched(log):
         for step, number in enumerate(mine):
             if faulty == "skipped batch" and job.culprit and step == setting.steps // 2:
                 continue  # and leaves out the collective with it
-            loss, gradient = job.backward(number, padding=8 if faulty == "slow rank" and job.culprit else 0)
+            late = faulty == "slow rank" and job.culprit
+            if faulty == "straggler that comes and goes":
+                late = turns.get(step) == job.rank  # all have as much to do in the end
+            loss, gradient = job.backward(number, padding=8 if late else 0)
             if faulty == "wrong-dtype reduction":
                 gradient = gradient.bfloat16()  # which keeps 8 of 24 significant bits
             if faulty == "mismatched collectives" and job.culprit:
@@ -106,8 +128,7 @@ def unsharded_parameter(setting: Setting, log: RankLog, program: str, fault: boo
         for number in job.mine(job.ranks * setting.steps):
             loss = job.loss(number)
             loss.backward()
-            job.step(loss.item())
-            optimizer.step()
+            job.step(optimizer, loss.item())
             optimizer.zero_grad()
     kept = [p.to_local() if hasattr(p, "to_local") else p for p in job.model.parameters()]
     log.write("state", bytes=sum(p.nbytes for p in kept))
@@ -129,8 +150,7 @@ def communicating_accumulation(setting: Setting, log: RankLog, program: str, fau
                     loss = job.loss(number)
                     (loss / count).backward()
                 losses.append(loss.item())
-            job.step(*losses)
-            optimizer.step()
+            job.step(optimizer, *losses)
             optimizer.zero_grad()
 
 
@@ -151,9 +171,38 @@ def equal_seeds(setting: Setting, log: RankLog, program: str, fault: bool) -> No
         for number in range(setting.steps):
             loss = job.loss(number)
             loss.backward()
-            job.step(loss.item())
-            optimizer.step()
+            job.step(optimizer, loss.item())
             optimizer.zero_grad()
+
+
+def flipped_bit(setting: Setting, log: RankLog, program: str, fault: bool) -> None:
+    """A bit turns over once, by default in the weights of one rank, and nothing crashes."""
+    job = Job(setting, log)
+    optimizer, flip = job.optimizer(), setting.flip
+
+    def pass_by(where: str, numbers: Tensor) -> Tensor:
+        hit = fault and where == flip.where and step == flip.step and (job.culprit or where == "sum")
+        return flip_bit(numbers, flip.number, flip.bit) if hit else numbers
+
+    job.forward = lambda x: job.model(pass_by("input", x))
+    with watched(log):
+        for step, number in enumerate(job.mine(job.ranks * setting.steps)):  # noqa: B007  # `pass_by` reads it
+            weights = parameters_to_vector(job.model.parameters()).detach()
+            vector_to_parameters(pass_by("weights", weights), job.model.parameters())
+            loss, gradient = job.backward(number)
+            gradient = pass_by("gradient", gradient)
+            dist.all_reduce(gradient)
+            # A wrong sum reaches all ranks, be it from a rank of the ring or from a switch that adds.
+            gradient = pass_by("sum", pass_by("received sum", gradient))
+            job.update(optimizer, loss, gradient / job.ranks)
+            optimizer.zero_grad()
+
+
+def flip_bit(numbers: Tensor, number: int, bit: int) -> Tensor:
+    """Return a copy of 32-bit floats in which one bit of one of them is the other way round; bit 31 is the sign."""
+    bits = numbers.detach().clone().view(torch.int32)
+    bits.view(-1)[number] ^= 1 << bit if bit < 31 else -(1 << 31)
+    return bits.view(torch.float32)
 
 
 RANKS = 2
@@ -171,8 +220,11 @@ FAULTS = {
     "H": "unsharded parameter",
     "I": "equal seeds",
     "J": "data seen again",
+    "K": "silent data corruption",
+    "L": "straggler that comes and goes",
 }
-_PROGRAMS = {"F": communicating_accumulation, "H": unsharded_parameter, "I": equal_seeds}  # all others: train_copies
+#: All others are of `train_copies`.
+_PROGRAMS = {"F": communicating_accumulation, "H": unsharded_parameter, "I": equal_seeds, "K": flipped_bit}
 _HANGS = frozenset("BDG")
 HEALTHY = "healthy"
 
@@ -197,6 +249,7 @@ class Symptoms:
     losses: list[list[float]]  # mean loss of each step
     norms: list[list[float]]  # norm of the gradients that the rank's optimizer got, each step
     flops: list[list[int]]  # work of each step until the gradients are there, counted
+    digests: list[list[str]]  # checksum of the weights, or of the rank's part of them, after each step
     # operation and bytes of every collective of the training loop. The last one of a rank that hangs is the one that
     # it waits in.
     calls: list[list[tuple[str, int]]]
@@ -225,6 +278,11 @@ class Symptoms:
         steps = zip(*self.norms, strict=False)
         return [max(step) if self.layout == "copies" else hypot(*step) for step in steps]
 
+    @property
+    def job_flops(self) -> list[int]:
+        """Work of each step of all ranks: that of the rank with most of it, for which the others wait."""
+        return [max(step) for step in zip(*self.flops, strict=False)]
+
     def __str__(self) -> str:
         """Return what fits on a screen."""
         kind = {"copies": "a copy on each rank", "sharded": "sharded by FSDP2"}.get(self.layout, self.layout)
@@ -239,9 +297,9 @@ class Symptoms:
             first = ", ".join(f"{op} {size} B" for op, size in calls[:2])
             kept = f"; keeps {self.state_bytes[r]} B" if self.state_bytes[r] is not None else ""
             lines.append(f"  rank {r}: batches {self.batches[r]}")
-            lines.append(
-                f"          FLOPs a step {self.flops[r][:1]}, first weights' norm {self.weight_norms[r]:.6f}{kept}"
-            )
+            lines.append(f"          FLOPs of each step {self.flops[r]}")
+            lines.append(f"          first weights' norm {self.weight_norms[r]:.6f}{kept}")
+            lines.append(f"          weights after each step {' '.join(self.digests[r])}")
             lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 2 else ''}")
             if ended != "returned":
                 waits = f"{calls[-1][0]} {calls[-1][1]} B" if calls else "no collective"
@@ -282,6 +340,45 @@ def recorded_hang(program: str, setting: Setting | None = None) -> dict[int, lis
         return read_flight_records(folder)
 
 
+@dataclass(frozen=True)
+class FlipSeen:
+    """What each instrument sees of a flipped bit, beside the same run without it, to which all else is equal."""
+
+    flip: Flip
+    losses: list[float]  # of each step, the mean over ranks
+    undisturbed: list[float]  # the same without the flip
+    loss_moves: float  # the largest move of a step's loss, of the undisturbed one; inf if there is none any more
+    norm_moves: float  # the same of the gradient norm
+    ranks_differ: int | None  # the first step after which the digests of two ranks differ
+    twin_differs: int | None  # the first step after which a digest is another one than without the flip
+
+
+def watch_flips(flips: Sequence[Flip], setting: Setting | None = None) -> list[FlipSeen]:
+    """Run program K once for each flip and once without, and return what the instruments see."""
+    setting = setting or Setting()
+    twin, *runs = run_programs([("K", True, setting), *(("K", False, replace(setting, flip=flip)) for flip in flips)])
+    return [_compare(flip, run, twin) for flip, run in zip(flips, runs, strict=True)]
+
+
+def _compare(flip: Flip, seen: Symptoms, twin: Symptoms) -> FlipSeen:
+    def moves(values: list[float], right: list[float]) -> float:
+        return max(abs(a / b - 1) if isfinite(a) else inf for a, b in zip(values, right, strict=True))
+
+    def first(differ: Iterator[bool]) -> int | None:
+        return next((step for step, differs in enumerate(differ) if differs), None)
+
+    by_step, right = list(zip(*seen.digests, strict=True)), list(zip(*twin.digests, strict=True))
+    return FlipSeen(
+        flip=flip,
+        losses=seen.job_losses,
+        undisturbed=twin.job_losses,
+        loss_moves=moves(seen.job_losses, twin.job_losses),
+        norm_moves=moves(seen.job_norms, twin.job_norms),
+        ranks_differ=first(len(set(step)) > 1 for step in by_step),
+        twin_differs=first(a != b for a, b in zip(by_step, right, strict=True)),
+    )
+
+
 def _run_until_it_hangs(
     work: list[tuple[str, bool, Setting, str]], folder: Path, env: dict[str, str] | None = None
 ) -> None:
@@ -310,11 +407,25 @@ def _check(program: str, setting: Setting) -> None:
         )
     if setting.culprit not in range(RANKS):
         raise ValueError(f"culprit={setting.culprit} must be a rank, 0 to {RANKS - 1}")
+    _check_flip(setting)
     if (program == "F") != (setting.micro_batches > 1):
         raise ValueError(
             f"program {program} with micro_batches={setting.micro_batches}: F accumulates and needs at least 2, the "
             "others take one micro-batch a step"
         )
+
+
+def _check_flip(setting: Setting) -> None:
+    flip = setting.flip
+    if flip.where not in PLACES:
+        raise ValueError(f"a bit flips in one of {', '.join(map(repr, PLACES))}, and not in {flip.where!r}")
+    if flip.bit not in range(32) or flip.step not in range(setting.steps):
+        raise ValueError(
+            f"flip of bit={flip.bit} in step={flip.step}: bits are 0 to 31, and steps 0 to {setting.steps - 1}"
+        )
+    count = 4 * setting.width if flip.where == "input" else sum(p.numel() for p in build(setting).parameters())
+    if flip.number not in range(-count, count):
+        raise ValueError(f"flip of number={flip.number}: there are {count} in {flip.where!r} at width={setting.width}")
 
 
 def _symptoms(folder: Path, setting: Setting) -> Symptoms:
@@ -323,6 +434,9 @@ def _symptoms(folder: Path, setting: Setting) -> Symptoms:
     def column(name: str) -> list[list[Any]]:
         return [[line[name] for line in lines if name in line] for lines in logs]
 
+    def floats(name: str) -> list[list[float]]:  # a log has infinity as text
+        return [[float(value) for value in values] for values in column(name)]
+
     job = _first(logs[0], "job")
     return Symptoms(
         parameters=job["parameters"],
@@ -330,9 +444,10 @@ def _symptoms(folder: Path, setting: Setting) -> Symptoms:
         micro_batches=setting.micro_batches,
         expected=reference(setting, RANKS, job["layout"]),
         batches=column("number"),
-        losses=column("loss"),
-        norms=column("norm"),
+        losses=floats("loss"),
+        norms=floats("norm"),
         flops=column("flops"),
+        digests=column("digest"),
         calls=[get_calls(lines) for lines in logs],
         weight_norms=[_first(lines, "job")["weight_norm"] for lines in logs],
         state_bytes=[_first(lines, "state").get("bytes") for lines in logs],
@@ -391,8 +506,7 @@ class Job:
     def update(self, optimizer: torch.optim.Optimizer, loss: float, flat: Tensor) -> None:
         """Log the step and take it, with a vector in the place of the gradients; they stay until they are zeroed."""
         self.set_grad(flat)
-        self.step(loss)
-        optimizer.step()
+        self.step(optimizer, loss)
 
     def set_grad(self, flat: Tensor) -> None:
         """Put a vector back into the gradients."""
@@ -401,16 +515,19 @@ class Job:
             set_grad(p, flat[start : start + p.numel()])
             start += p.numel()
 
-    def step(self, *losses: float) -> None:
-        """Log a step: its mean loss, the norm of the gradients that the optimizer gets, and the work done for it.
+    def step(self, optimizer: torch.optim.Optimizer, *losses: float) -> None:
+        """Take a step and log it: mean loss, norm of the gradients, work done, and a checksum of the new weights.
 
         Work is counted, 6 FLOPs for each weight and row in forward and backward: a clock would also count the time
-        that this rank waits for others.
+        that this rank waits for others. The checksum is CRC-32, in which one flipped bit always shows.
         """
         local = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in local])).item()
         flops = 6 * self._parameters * self._rows
-        self.log.write("step", loss=sum(losses) / len(losses), norm=norm, flops=flops)
+        optimizer.step()
+        weights = torch.cat([_local(p).detach().flatten() for p in self.model.parameters()])
+        digest = f"{zlib.crc32(weights.numpy()):08x}"
+        self.log.write("step", loss=sum(losses) / len(losses), norm=norm, flops=flops, digest=digest)
         self._rows = 0
 
     def _count(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -3,6 +3,7 @@
     with Cluster(rate="500 Mb/s") as cluster:
         cluster.run_ranks(work, ranks_per_host=2)      # 4 ranks; rank 0 and 1 on host 0
         cluster.throttle("100 Mb/s")
+        cluster.part(1)                                # and later cluster.mend(1)
 
 Each host is a Linux network namespace with one network interface, eth0, and a cable to one switch. The cable has the
 bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause). Processors and
@@ -21,15 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ _PIECE_S, _PIECE_LEAST, _PIECE_MOST = (
     65536,
 )  # what a link sends at a time, in seconds and bytes
 _QUEUE = "200ms"  # what a link keeps waiting before it drops packets
+_CUT_S = 0.3  # of a cable that is mended in time; nothing depends on it
 _PORT = 29400  # free on every host: nobody else is there
 
 
@@ -106,6 +111,14 @@ class Cluster:
         """Give all links another bandwidth, now."""
         self.rate = _bytes_per_second(rate)
         self.network.shell(shape_script(self.hosts, self.rate))
+
+    def part(self, host: int) -> None:
+        """Cut a host's cable, now. Connections stay, and what is on its way is sent again until the cable is mended."""
+        self.network.shell(cable_script(self.hosts, host, "down"))
+
+    def mend(self, host: int) -> None:
+        """Mend a host's cable, now."""
+        self.network.shell(cable_script(self.hosts, host, "up"))
 
     def run(self, host: int, *command: str, timeout: float = 60) -> str:
         """Run a command on a host and return what it printed."""
@@ -254,14 +267,118 @@ def throttle(rate: str | float | None) -> None:
 
     Put a barrier before and after it, so that no message is on its way meanwhile.
     """
+    rate = _bytes_per_second(rate)
+    _from_inside("throttle", lambda hosts: shape_script(hosts, rate))
+
+
+def part(host: int) -> None:
+    """Cut a host's cable, from inside a function that runs on the cluster. Call it on one rank of any host."""
+    _from_inside("part", lambda hosts: cable_script(hosts, host, "down"))
+
+
+def mend(host: int) -> None:
+    """Mend a host's cable, from inside as `part`."""
+    _from_inside("mend", lambda hosts: cable_script(hosts, host, "up"))
+
+
+def _from_inside(name: str, script: Callable[[int], str]) -> None:
     if "LABLIB_HOSTS" not in os.environ:
         raise RuntimeError(
-            "throttle works on a host of a Cluster; from outside call cluster.throttle"
+            f"{name} works on a host of a Cluster; from outside call cluster.{name}"
         )
-    script = shape_script(
-        int(os.environ["LABLIB_HOSTS"]), _bytes_per_second(rate)
-    )
-    _shell("nsenter", "--target=1", "--net", "sh", "-ec", script)
+    lines = script(int(os.environ["LABLIB_HOSTS"]))
+    _shell("nsenter", "--target=1", "--net", "sh", "-ec", lines)
+
+
+def watch_parting(
+    cluster: Cluster,
+    host: int = 1,
+    *,
+    ranks_per_host: int = 1,
+    timeout: float = 3.0,
+) -> list[dict[str, float | str]]:
+    """Cut a host's cable in mid-run three times; return by rank what each all-reduce of ones came to.
+
+    "mended in time": the cable is back before gloo gives up. "mended late": after that. "the same group": its next
+    all-reduce, over the mended cable. "a new group": one made now. "not mended": the last cut. A number is the sum,
+    a text the error. In the end all ranks fail, as those of a job do whose network is gone, and none is left.
+
+    Args:
+        timeout: Seconds after which gloo gives up, but in "mended in time".
+    """
+    with tempfile.TemporaryDirectory(prefix="parting-") as folder:
+        try:
+            cluster.run_ranks(
+                _be_parted,
+                folder,
+                host,
+                timeout,
+                ranks_per_host=ranks_per_host,
+            )
+        except ClusterError:
+            files = sorted(Path(folder).glob("*.json"))
+            if len(files) < cluster.hosts * ranks_per_host:
+                raise
+            return [json.loads(file.read_text()) for file in files]
+        finally:
+            cluster.mend(host)
+    raise AssertionError("ranks came through although the cable was cut")
+
+
+def _be_parted(folder: str, host: int, timeout: float) -> None:
+    """What each rank does for `watch_parting`; rank 0 cuts and mends."""
+    import torch
+    import torch.distributed as dist
+
+    rank, seen = dist.get_rank(), {}
+
+    def total(group: Any) -> float:
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group)
+        return ones.item()
+
+    def joined(seconds: float) -> Any:
+        group = dist.new_group(timeout=timedelta(seconds=seconds))
+        total(group)  # connects the ranks
+        return group
+
+    def meet(name: str) -> None:
+        # By files, which no cut stops. Whoever still waits when the cable is mended could yet get its sum, and
+        # torchrun ends all ranks of a host as soon as one has failed.
+        Path(folder, f"{name} {rank}").touch()
+        while (
+            len(list(Path(folder).glob(f"{name} *"))) < dist.get_world_size()
+        ):
+            time.sleep(0.02)
+
+    def say(name: str, work: Callable[[], float]) -> None:
+        try:
+            seen[name] = work()
+        except RuntimeError as error:
+            seen[name] = str(error)
+
+    def cut(group: Any, back: bool = False) -> float:
+        total(group)
+        if rank == 0:
+            part(host)
+            if back:
+                threading.Timer(_CUT_S, mend, (host,)).start()
+        # Twice: for the first sum, what the others had sent before the cut may do.
+        total(group)
+        return total(group)
+
+    long, first, last = joined(600), joined(timeout), joined(timeout)
+    say("mended in time", lambda: cut(long, back=True))
+    say("mended late", lambda: cut(first))
+    meet("gave up")
+    if rank == 0:
+        mend(host)
+    say("the same group", lambda: total(first))
+    seen["a new group"] = total(joined(600))
+    say("not mended", lambda: cut(last))
+    Path(folder, f"{rank:03}.json").write_text(json.dumps(seen))
+    meet("wrote")
+    raise ConnectionError(seen["not mended"])
 
 
 @functools.cache
@@ -331,6 +448,13 @@ def build_script(hosts: int) -> str:
             f"ip -n {name} link set {CARD} up",
         ]
     return "\n".join(lines)
+
+
+def cable_script(hosts: int, host: int, state: str) -> str:
+    """Return the command that brings a host's cable "down" or "up" again, at the switch."""
+    if host not in range(hosts):
+        raise ValueError(f"host={host}: this cluster has 0 to {hosts - 1}")
+    return f"ip link set port{host} {state}"
 
 
 def shape_script(hosts: int, rate: float | None) -> str:

@@ -62,9 +62,11 @@ def diagnose(seen):
         return "accumulation that communicates"
     if min(reduced) < 4 * seen.parameters:
         return "wrong-dtype reduction"
-    work = [steps[0] for steps in seen.flops]
-    if max(work) > 1.5 * min(work):
-        return "slow rank"
+    if any(len(set(step)) > 1 for step in zip(*seen.digests, strict=True)):
+        return "silent data corruption"
+    uneven = [max(w) > 1.5 * min(w) for w in zip(*seen.flops, strict=True)]
+    if any(uneven):
+        return "slow rank" if all(uneven) else "straggler that comes and goes"
     later = zip(seen.norms[0], seen.expected["norms"], strict=True)
     return (
         "forgotten zero_grad"

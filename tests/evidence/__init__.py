@@ -14,6 +14,10 @@ book/data, and tests hold the files to what is predicted today.
     other_calculators  formulas of other people's calculators, each from its source
     comparison         those formulas on the same cases
     published_peaks    peaks that others measured on GPUs: Megatron-LM's
+    low_bits           training in few bits, and the bytes of real low-bit optimizers
+    local_sgd          local SGD and DiLoCo between two hosts
+    storm              replica groups that are killed and come back
+    facts              what pages say of frameworks, in the frameworks' files
     planner            the planner's constants, fitted to measured runs and judged on them
     exported           what frameworks' own parsers read in the files of `rung plan --export`
 

@@ -4,6 +4,8 @@
     python -m tests.evidence memory-peers           other people's calculators on the same cases
     python -m tests.evidence planner                the planner's times against measured runs
     python -m tests.evidence low-bits               moments in 8 and 4 bits, and training in few bits
+    python -m tests.evidence local-sgd              local SGD and DiLoCo between two hosts with a slow link
+    python -m tests.evidence storm                  replica groups that are killed and come back, the toy's and torchft's
     python -m tests.evidence facts                  what the pages say of frameworks, in the frameworks' files
 
 `--write` keeps the result in book/data; `make memory-table` runs the first two so. `--help` of each has the rest.
@@ -119,6 +121,28 @@ def low_bits(
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     _fail_with(make(only, write=write, say=typer.echo))
+
+
+@app.command()
+def local_sgd(
+    write: Annotated[bool, typer.Option("--write", help="Train on two hosts, and write the file anew.")] = False,
+) -> None:
+    """Count the bytes of every way to exchange and sum the committed runs up; fail where they are not what is predicted."""
+    from tests.evidence.local_sgd import make
+
+    _fail_with(make(write=write, say=typer.echo))
+
+
+@app.command()
+def storm(
+    write: Annotated[
+        bool, typer.Option("--write", help="Sweep timeouts and pauses too, and write the record.")
+    ] = False,
+) -> None:
+    """Kill replica groups and let them come back; fail where one stays away or weights differ in a bit."""
+    from tests.evidence.storm import make
+
+    _fail_with(make(write=write, say=typer.echo))
 
 
 @app.command()

@@ -77,7 +77,15 @@ from lablib.calc.precision import (
     scale_window,
     step_speedup,
 )
-from lablib.calc.runs import lost_share, sqrt_rule, steps_needed, young_interval
+from lablib.calc.runs import (
+    ReplicaGroups,
+    expected_ettr,
+    group_goodput,
+    lost_share,
+    sqrt_rule,
+    steps_needed,
+    young_interval,
+)
 from lablib.calc.schedules import interleaved, one_f_one_b, peak_activations, simulate, zb_h1
 
 _BF16 = FORMATS["bf16"]
@@ -92,6 +100,11 @@ _UNSHARDED = (
     "those of a gathered one"
 )
 _LONG = "a layer for {s:,} tokens, c = {c}"
+
+
+def _groups(n: int, mtbf: float, away: float, stall: float = 0.0) -> ReplicaGroups:
+    """Return groups of one GPU each, of which any fails once in `mtbf` seconds."""
+    return ReplicaGroups(gpus=n, groups=n, gpu_mtbf=n * mtbf, stall=stall, restart=away, repair=0)
 
 
 def _gpt_bytes(gpt, batch, seq, t=1, way=False, recompute="none"):
@@ -504,4 +517,22 @@ FORMULAS = (
     Formula("eq-13-factor", "Factor on the mean over edp", "with experts out of dp alone, where e_t = t, it is 1/e",
         lambda t, c, d, e, e_t, r: expert_gradient_factor(tp=t, cp=c, dp=d, ep=e, etp=e_t),
         "{:g} with e = {e} out of d = {d}", called={"r": "copies"}),
+    # 14
+    Formula("eq-14-mtbf", "Seconds between failures of a job", "M_1: seconds that one GPU runs between two; N: GPUs",
+        lambda M_1, N: ReplicaGroups(gpus=N, groups=1, gpu_mtbf=M_1, stall=0, restart=0, repair=0).mtbf, "{hours:,.0f} hours on {N} GPUs that fail as Llama 3's did"),
+    Formula("eq-14-ettr", "Useful share of the time, if all restart",
+        "tau: seconds between checkpoints; delta: seconds that one takes; R: to start again; M: between failures",
+        lambda tau, delta, R, M: expected_ettr(tau, mtbf=M, restart=R, cost=delta),
+        "{:.1%} for R = {R:g} s and a failure every {M:,.0f} s"),
+    Formula("eq-14-weight", "Gradient of a step, whoever is there",
+        "b_i: samples of group i, g_i their mean gradient; B: samples of the step",
+        "lablib.toys.replica_groups.train", "with 6 and 4 of 10 samples two groups weigh their means 0.6 and 0.4"),
+    Formula("eq-14-heal", "Seconds to heal a group", "S: bytes of all states; g: ranks of a group; W: bytes per second of a rank",
+        lambda S, g, W, n: ReplicaGroups(gpus=n * g, groups=n, gpu_mtbf=1e9, stall=0, restart=0, repair=0, state_bytes=S, link=W).away,
+        "{:.1f} s over {W_name}, groups of {g}"),
+    Formula("eq-14-living", "Share of the time that a group lives", "a: seconds that a death takes it away; n: groups",
+        lambda a, n, M: group_goodput(_groups(n, M, a)).living / n, "{:.3%} with {n} groups away for {a:g} s"),
+    Formula("eq-14-groups", "Share of groups that compute",
+        "q: share of the time that a group lives; sigma: seconds that the others stand still for a death",
+        lambda q, n, M, a, sigma: group_goodput(_groups(n, M, a, sigma)).goodput, "{:.2%} with stalls of {sigma:g} s"),
 )  # fmt: skip

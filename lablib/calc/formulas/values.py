@@ -205,7 +205,18 @@ def _experts(job: Job) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _machines(job: Job) -> dict[str, object]:
+    mtbf, groups, away, delta = LLAMA3_FAILURES.mtbf_on(16_384), 128, 600.0, 13.0
+    network = link(job.gpu.nic)
+    return {
+        "M_1": LLAMA3_FAILURES.gpu_mtbf, "N": job.ranks, "M": mtbf, "delta": delta, "tau": young_interval(delta, mtbf),
+        "R": away, "S": 14 * job.params, "g": job.ranks, "W": network.bandwidth, "W_name": network.name, "n": groups,
+        "a": away, "sigma": 30.0, "q": 1 / (1 + away / (groups * mtbf)),
+    }  # fmt: skip
+
+
 _OF_RUNG = {
     "01": _why, "02": _data, "03": _tensor, "04": _pipeline, "05": _zero, "06": _fsdp, "07": _axes,
     "08": _precision, "09": _recomputed, "10": _communication, "11": _real_run, "12": _context, "13": _experts,
+    "14": _machines,
 }  # fmt: skip

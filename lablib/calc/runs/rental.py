@@ -31,6 +31,7 @@ STUDY_MINUTES = {
     "11": (90, 90),
     "12": (75, 60),
     "13": (75, 60),
+    "14": (75, 90),
 }
 
 #: The labs that a GPU is rented for. The first one writes the scaling report, which graduation asks for.

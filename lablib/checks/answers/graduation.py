@@ -87,6 +87,9 @@ GOALS = (
     Goal("13", "Expert parallelism",
          "You can say where the experts of a mixture live, who sends which tokens where, and over which ranks each "
          "gradient is averaged.", ("place_experts",), above=True),
+    Goal("14", "Losing machines",
+         "You can say what becomes of batch, order of data and weights when a group dies and when it comes back.",
+         ("take_part",), above=True),
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from lablib.launch.ranks.agreement import (
     own_rank,
     readable,
 )
+from lablib.launch.ranks.rank_process import leave_the_notebook
 from lablib.launch.ranks.run import RankError, RankTimeout, run_ranks
 from lablib.launch.ranks.shared_machine import CORES_EACH, TURNS, place
 from lablib.launch.ranks.transport import (
@@ -50,6 +51,7 @@ __all__ = [
     "explain",
     "from_rank_0",
     "hide_gpus",
+    "leave_the_notebook",
     "one_sentence",
     "own_group",
     "own_line",

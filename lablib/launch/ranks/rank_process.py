@@ -56,7 +56,7 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
     """
     gc.freeze()  # what the server loaded is never garbage, and is not worth copying to find out
     gc.enable()
-    _leave_the_notebook()
+    leave_the_notebook()
     _redirect(output, errors)
     try:
         _set_environment(rank, job)
@@ -81,7 +81,7 @@ def main(rank: int, job: Job, notebook: Connection, output: Connection, errors: 
         dist.destroy_process_group()
 
 
-def _leave_the_notebook() -> None:
+def leave_the_notebook() -> None:
     """Become a process group of its own that ends when the notebook ends."""
     global inside_rank
     inside_rank = True

@@ -1,0 +1,463 @@
+"""The checks of rung 14: a timeout, a group's part of a step, who holds other weights, and a cluster cut into groups."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from lablib.calc.runs import ReplicaGroups, group_goodput, lost_time, simulate_groups, young_interval
+from lablib.checks.judging import as_float, by_name, check, close, numbers, pair, refuse, some, whole
+
+__all__ = ["choose_timeout", "plan_groups", "take_part", "who_is_wrong"]
+
+
+# --- how long a silence may be ------------------------------------------------------------------------------
+
+#: What an answer may lose more than the best one: a grid of a hundred values finds it.
+_SLACK = 1.03
+
+
+def _lost(timeout: float, silences: Sequence[float], deaths: int, groups: int, heal: float) -> float:
+    """Return the group-seconds that a timeout costs in the time in which these silences and deaths came."""
+    others = groups - 1
+    waited = sum(min(silence, timeout) for silence in silences)
+    declared = sum(silence > timeout for silence in silences)
+    return others * (deaths * timeout + waited) + heal * declared
+
+
+def _best(silences: Sequence[float], *rest: float) -> float:
+    """Return the best timeout: just as long as one of the silences, since a longer one only waits more."""
+    return min(silences, key=lambda timeout: _lost(timeout, silences, *rest))
+
+
+@check(
+    idea="The timeout is what every death costs the others, and who is silent for longer is declared dead though it lives.",
+    section="The heartbeat: a stall for every death, and a false alarm for every pause",
+    line="Add up for each candidate what deaths, waited pauses and false alarms cost, and try the silences that you saw.",
+)
+def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: int = 14) -> str:
+    """Judge `choose_timeout(silences, deaths, groups, heal)` by what the timeout costs on days drawn at random."""
+    dice = random.Random(seed)
+    days = [([0.1] * 50 + [0.5, 3.0], 4, 3, 20.0), ([0.1] * 50 + [0.5, 3.0], 0, 3, 20.0)]
+    days.append(([0.1] * 200 + [1.0] * 10 + [30.0], 2, 8, 400.0))
+    for _ in range(12):
+        beat = dice.choice((0.05, 0.1, 0.5))
+        pauses = [beat * dice.paretovariate(0.7) for _ in range(dice.randint(3, 30))]
+        days.append(
+            (
+                [beat] * dice.randint(50, 400) + [min(pause, 600 * beat) for pause in pauses],
+                dice.choice((0, 1, 3, 10, 40)),
+                dice.choice((2, 4, 16, 64)),
+                dice.choice((5.0, 60.0, 900.0)),
+            )
+        )
+    for silences, deaths, groups, heal in days:
+        shuffled = dice.sample(silences, len(silences))
+        timeout = as_float(answer(list(shuffled), deaths, groups, heal), "The timeout")
+        case = f"{len(silences)} silences up to {max(silences):.3g} s, {deaths} deaths, {groups} groups, {heal:g} s to heal"
+        refuse(case, ("A timeout is a positive number of seconds", not timeout > 0))
+        best = _best(silences, deaths, groups, heal)
+        least, given = (_lost(t, silences, deaths, groups, heal) for t in (best, timeout))
+        if given > _SLACK * least + 1e-9:
+            _explain_timeout(timeout, best, given, least, silences, deaths, groups, heal, case)
+    return f"{len(days)} days: none of your timeouts costs 3 % more than the best one."
+
+
+def _explain_timeout(
+    timeout: float,
+    best: float,
+    given: float,
+    least: float,
+    silences: list[float],
+    deaths: int,
+    groups: int,
+    heal: float,
+    case: str,
+) -> NoReturn:
+    day, ordinary = (silences, deaths, groups, heal), Counter(silences).most_common(1)[0][0]
+
+    def near(other: float) -> bool:
+        """Say whether the timeout is this one, or only a little longer."""
+        return 0.999 <= timeout / other <= 1.25 if other else False
+
+    def best_of(lost: Callable[[float], float]) -> float:
+        return min(silences, key=lost)
+
+    alone = best_of(lambda t: _lost(t, silences, deaths, 2, heal))
+    free = best_of(lambda t: _lost(t, silences, deaths, groups, 0))
+    unwaited = best_of(lambda t: _lost(t, silences, deaths, groups, heal) - _lost(t, silences, 0, groups, 0))
+    refuse(
+        case,
+        (f"{timeout:.3g} s is shorter than the ordinary time between two heartbeats, {ordinary:g} s: all are declared dead, "
+         "again and again", timeout < ordinary),
+        (f"This waits for the longest silence, so that nobody who lives is declared dead, and every death costs {groups - 1} "
+         f"groups {timeout:.3g} s: with {deaths} deaths a false alarm is cheaper",
+         timeout >= 0.999 * max(silences) and best < 0.9 * max(silences)),
+        (f"A death costs all {groups - 1} others the timeout, not one group", near(alone)),
+        (f"Who is declared dead and lives must heal, which takes {heal:g} s: false alarms are not free", near(free)),
+        ("While a living group is silent the others wait for it, up to the timeout: a long timeout pays for pauses too",
+         near(unwaited)),
+        (f"{timeout:.3g} s costs {given:,.0f} group-seconds, and {best:.3g} s costs {least:,.0f}: weigh deaths and waited pauses, "
+         f"which cost {groups - 1} groups, against the {heal:g} s of each false alarm", _lost(timeout, *day) > least),
+    )  # fmt: skip
+    raise AssertionError("no sign was there")
+
+
+# --- a group's part of a step -------------------------------------------------------------------------------
+
+Order = Callable[[int], list[int]]
+
+
+def _orders(dice: random.Random, count: int) -> Order:
+    seed = dice.random()
+
+    def epoch_order(epoch: int) -> list[int]:
+        samples = list(range(count))
+        random.Random(f"{seed} {whole(epoch, 'The number of an epoch')}").shuffle(samples)
+        return samples
+
+    return epoch_order
+
+
+def _quorums(dice: random.Random, groups: int, steps: int) -> list[list[int]]:
+    """Return the members of each step: all, then without one or two, then all again."""
+    found = []
+    while len(found) < steps:
+        away = set(dice.sample(range(groups), dice.randint(0, groups - 1)))
+        found += [[g for g in range(groups) if g not in away]] * dice.randint(1, 2)
+    return found[:steps]
+
+
+@check(
+    idea="A step is made of the same samples whoever is there; the quorum only deals them, and each counts once.",
+    section="What a quorum changes: batch, weights of the mean, order of data",
+    line="Write down the next `batch` places of the endless order, take those of your place among the members, and weigh your "
+    "mean by your share of the batch.",
+)
+def take_part(answer: Callable[..., Any], seed: int = 14) -> str:
+    """Judge `take_part(epoch_order, count, step, batch, members, me)` over runs whose quorum changes, steps void among them."""
+    dice = random.Random(seed)
+    runs = [(3, 24, 6, [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]), (2, 10, 5, [[0, 1], [1], [0, 1]])]
+    for _ in range(10):
+        groups = dice.randint(2, 5)
+        runs.append((groups, dice.randint(9, 40), dice.randint(2, 13), _quorums(dice, groups, 9)))
+    steps = 0
+    for groups, count, batch, quorums in runs:
+        order = _orders(dice, count)
+        for step, members in enumerate(quorums):
+            if dice.random() < 0.3:  # a step that is void is taken again, by fewer
+                _judge_part(answer, order, count, step, batch, list(range(groups)), groups)
+            _judge_part(answer, order, count, step, batch, members, groups)
+            steps += 1
+    return f"{steps} steps of {len(runs)} runs: every sample once, and every sample with the same weight."
+
+
+def _judge_part(
+    answer: Callable[..., Any], order: Order, count: int, step: int, batch: int, members: list[int], groups: int
+) -> None:
+    case = f"step={step}, batch={batch}, {count} samples an epoch, members {members} of {groups} groups"
+    of_order, shares, weights = functools.partial(answer, order), [], []
+    for me in members:
+        otherwise = "Return a pair, the samples of this group and the weight of its mean."
+        got, weight = pair(of_order(count, step, batch, list(members), me), otherwise, "samples", "weight")
+        shares.append([whole(sample, f"A sample of group {me}") for sample in numbers(got, f"What group {me} takes")])
+        weights.append(as_float(weight, f"The weight of group {me}"))
+    right = [order(place // count)[place % count] for place in range(step * batch, (step + 1) * batch)]
+    if sorted(sample for share in shares for sample in share) != sorted(right):
+        _explain_part(shares, right, order, count, step, batch, members, groups, case)
+    truth = [len(share) / batch for share in shares]
+    if not all(close(w, t, rel=1e-4) for w, t, share in zip(weights, truth, shares, strict=True) if share):
+        _explain_weight(weights, truth, shares, members, groups, batch, case)
+
+
+def _explain_part(
+    shares: list[list[int]],
+    right: list[int],
+    order: Order,
+    count: int,
+    step: int,
+    batch: int,
+    members: list[int],
+    groups: int,
+    case: str,
+) -> NoReturn:
+    together = sorted(sample for share in shares for sample in share)
+    mine = [right[me::groups] for me in members]
+
+    def batch_from(place: int, first_epoch: bool = False) -> list[int]:
+        return sorted(order(0 if first_epoch else p // count)[p % count] for p in range(place, place + batch))
+
+    refuse(
+        case,
+        ("Every group takes the whole batch: their mean is the gradient of one group, with more work",
+         len(shares) > 1 and all(sorted(share) == sorted(right) for share in shares)),
+        (f"Each takes what it would take if all {groups} groups were there: who is away leaves a hole in the batch, and its "
+         "samples are never seen", len(members) < groups and all(sorted(s) == sorted(m) for s, m in zip(shares, mine, strict=True))),
+        ("A group's own number is not its place among the members: deal by the place in `members`",
+         len(members) > 1 and all(sorted(share) == sorted(right[me :: len(members)]) for share, me in zip(shares, members, strict=True))),
+        ("All take the same samples, whoever they are", len(shares) > 1 and all(share == shares[0] for share in shares)),
+        ("Every epoch has its own order: ask epoch_order for the epoch of each place", step * batch + batch > count
+         and together == batch_from(step * batch, first_epoch=True)),
+        ("A step takes the next `batch` places whoever is there, and this one begins where as many groups would stand that "
+         "had always been there", any(together == batch_from(step * batch * n) for n in range(2, groups + 1)) and step),
+        (f"Together they take {len(together)} samples and a step has {batch}: nobody may drop the rest of a division, or the "
+         "end of an epoch", len(together) < batch),
+        (f"Together they must take {some(sorted(right))}, and take {some(together)}: the step says which samples, the quorum "
+         "only who takes them", True),
+    )  # fmt: skip
+    raise AssertionError("no sign was there")
+
+
+def _explain_weight(
+    weights: list[float],
+    truth: list[float],
+    shares: list[list[int]],
+    members: list[int],
+    groups: int,
+    batch: int,
+    case: str,
+) -> NoReturn:
+    n = len(members)
+
+    def all_are(values: Sequence[float]) -> bool:
+        return all(close(w, v, rel=1e-4) for w, v, share in zip(weights, values, shares, strict=True) if share)
+
+    refuse(
+        case,
+        (f"Samples are right. A mean of {n} means weighs a sample of a small share more than one of a large: weigh by samples, "
+         f"{some([len(s) for s in shares])} of {batch}", all_are([1 / n] * n)),
+        (f"Samples are right. The mean is over who is there, {n}, and not over all {groups} groups",
+         n < groups and all_are([1 / groups] * n)),
+        ("Samples are right. These weights make a sum of means: with fewer groups its gradient is smaller, with more it is larger",
+         all_are([1.0] * n)),
+        ("Samples are right. This is the weight of a sum over samples: a group gives the mean over its own", all_are([1 / batch] * n)),
+        ("Samples are right. These are numbers of samples: divide by the batch", all_are([len(s) for s in shares])),
+        ("Samples are right. A large share weighs less here than a small one", all_are([1 / max(len(s), 1) for s in shares])),
+        (f"Samples are right. Their means are weighed {some([round(w, 3) for w in weights])}, and should be weighed "
+         f"{some([round(t, 3) for t in truth])}: every sample counts 1/{batch}", True),
+    )  # fmt: skip
+    raise AssertionError("no sign was there")
+
+
+# --- who holds other weights --------------------------------------------------------------------------------
+
+#: A line of a log: the quorum's number, the step, the group, and a checksum of its weights after the step.
+Line = tuple[int, int, int, str]
+
+
+def _history(dice: random.Random, groups: int, fault: str) -> tuple[list[Line], tuple[int, Any] | None]:
+    """Return a log in the order in which lines came, and the answer.
+
+    Args:
+        fault: "none"; "flip": a bit flips in one group's weights; "all": one that all get; "tie": of two groups, or of four
+            two and two; "late": the flip comes while the group is alone, and shows when another one has healed from a third.
+    """
+    number, lines, truth = 1, [], None
+    sound = [f"{dice.getrandbits(40):010x}" for _ in range(40)]
+    when, who = dice.randint(5, 12), dice.randrange(groups)
+    away: set[int] = set()
+    marked: dict[int, str] = {}  # group: what its bits differ by
+    for step in range(1, 21):
+        if step in (3, 15) and groups > 2:  # one dies, and comes back two steps later
+            away = {(who + 1) % groups}
+            number += 1
+        elif step in (5, 17) and away:
+            (back,), source = away, next(g for g in range(groups) if g != who and g not in away)
+            marked.pop(back, None)
+            if source in marked:
+                marked[back] = marked[source]
+            away, number = set(), number + 1
+        present = [g for g in range(groups) if g not in away]
+        if step == when and fault in ("flip", "tie"):
+            hit = [who] if fault == "flip" else dice.sample(present, len(present) // 2)
+            marked |= dict.fromkeys(hit, f"{dice.getrandbits(24):06x}")
+            truth = (step, who) if fault == "flip" else (step, None)
+        if step == when and fault == "all":
+            marked |= dict.fromkeys(range(groups), "ffffff")
+        if step == 18 and fault == "flip" and who in marked:  # somebody has started it again
+            marked.pop(who)
+            number += 1
+        order = dice.sample(present, len(present))
+        lines += [(number, step, g, sound[step] + marked.get(g, "")) for g in order]
+        if step == 10 and groups > 1:  # an error: all meet anew, and one takes the step once more, by itself
+            number += 1
+            lines.append((number, step, order[0], f"{dice.getrandbits(40):010x}"))
+            number += 1
+    return lines, truth
+
+
+def _read_history(lines: Sequence[Line]) -> tuple[int, Any] | None:
+    """Return the first step after which weights differ within a quorum, and who is alone with his, by a majority."""
+    for step, number in sorted({(s, q) for q, s, _, _ in lines}):
+        seen = {group: digest for q, s, group, digest in lines if (q, s) == (number, step)}
+        count = Counter(seen.values())
+        if len(count) > 1:
+            (most, votes), *_ = count.most_common()
+            others = [group for group, digest in seen.items() if digest != most]
+            return (step, others[0]) if votes > len(seen) / 2 and len(others) == 1 else (step, None)
+    return None
+
+
+@check(
+    idea="Groups of one quorum hold the same bits after each step, so that a checksum shows who does not, if most agree.",
+    section="Silent corruption: what checksums see, and what they do not",
+    line="Compare checksums within a quorum and a step; name the group that stands against a majority, and nobody at a draw.",
+)
+def who_is_wrong(answer: Callable[[list[Line]], Any], seed: int = 14) -> str:
+    """Judge `who_is_wrong(log)` on logs of two to six groups, with a flipped bit in one, in all, in half of them, or in none."""
+    dice = random.Random(seed)
+    cases = [(3, "flip"), (3, "none"), (2, "tie"), (4, "tie"), (3, "all")]
+    cases += [(dice.randint(3, 6), dice.choice(("flip", "flip", "none", "all"))) for _ in range(15)]
+    for groups, fault in cases:
+        lines, truth = _history(dice, groups, fault)
+        assert truth == _read_history(lines)
+        got = answer(list(lines))
+        case = f"{groups} groups, {len(lines)} lines"
+        if got is not None:
+            step, group = pair(got, "Return None, or a pair: the step, and the group or None.", "step", "group")
+            got = whole(step, "The step"), group if group is None else whole(group, "The group")
+        if got != truth:
+            _explain_who(got, truth, lines, case)
+    return f"{len(cases)} logs: who differs is named where most agree, and nobody else."
+
+
+def _explain_who(got: Any, truth: Any, lines: list[Line], case: str) -> NoReturn:
+    bare = [(1, step, group, digest) for _, step, group, digest in lines]
+    if truth is None:
+        refuse(
+            case,
+            ("All groups agree in every quorum. A group that takes a step again, in another quorum, has other samples and so "
+             "other bits: compare within a quorum", got[0] == 10),
+            ("All groups agree in every quorum, and a group is accused", True),
+        )  # fmt: skip
+    step, group = truth
+    at, accused = got or (None, None)
+    refuse(
+        case,
+        (f"After step {step} the checksums of one quorum differ, and none is reported", got is None),
+        (f"Half of the groups stand against half after step {step}: no vote says who is wrong, so the group is None",
+         group is None and at == step),
+        ("The step is right. Most groups agree and one stands alone: it can be named", accused is None and at == step),
+        ("The step is right, and the group is one of those that agree: the one against the majority is wrong", at == step),
+        ("The group is right. It is the first step that counts, not the last one: what it sent since then is suspect",
+         accused == group and at is not None and at > step),
+        (f"Somebody who takes step {at} once more in another quorum has other bits: compare within a quorum",
+         got == _read_history(bare) or at == 10),
+        (f"The checksums differ first after step {step}, and here after step {at}", True),
+    )  # fmt: skip
+    raise AssertionError("no sign was there")
+
+
+# --- a cluster cut into groups ------------------------------------------------------------------------------
+
+#: Share of all that a cluster could do, by which an answer may be below the best one found.
+_MARGIN = 0.01
+_SECONDS = 3e8  # of the simulation: some thousand failures, whose mean is within a fifth of the margin
+
+
+def _cluster(groups: int, spares: int, nodes: int, node_mtbf: float, stall: float, restart: float, repair: float, shared: float
+             ) -> ReplicaGroups:  # fmt: skip
+    size = (nodes - spares) // groups
+    return ReplicaGroups(gpus=groups * size, groups=groups, gpu_mtbf=node_mtbf, stall=stall, restart=restart, repair=repair,
+                         spares=spares, node=1, shared=shared)  # fmt: skip
+
+
+def _done(plan: tuple[int, int, float], nodes: int, least: int, node_mtbf: float, stall: float, restart: float, repair: float,
+          save: float, shared: float, goodput: Callable[[ReplicaGroups], float]) -> float:  # fmt: skip
+    """Return the share of what all nodes could do that a plan does."""
+    groups, spares, interval = plan
+    job = _cluster(groups, spares, nodes, node_mtbf, stall, restart, repair, shared)
+    together = node_mtbf / (job.gpus * shared)
+    used = (job.gpus + spares) / nodes
+    return used * goodput(job) * lost_time(interval, cost=save, mtbf=together, restart=restart).useful
+
+
+@functools.cache
+def _best_plan(nodes: int, least: int, node_mtbf: float, stall: float, restart: float, repair: float, save: float, shared: float
+               ) -> tuple[int, int, float]:  # fmt: skip
+    found = []
+    for spares in range(nodes // 4):
+        for groups in {(nodes - spares) // size for size in (least, least + 1, 2 * least)} - {0}:
+            interval = young_interval(save, node_mtbf / ((nodes - spares) // groups * groups * shared))
+            found.append((groups, spares, interval))
+    score = functools.partial(_done, nodes=nodes, least=least, node_mtbf=node_mtbf, stall=stall, restart=restart, repair=repair,
+                              save=save, shared=shared, goodput=lambda job: group_goodput(job).goodput)  # fmt: skip
+    return max(found, key=score)
+
+
+@check(
+    idea="Small groups lose little with each node, spares fill the holes, and checkpoints are for what no group survives.",
+    section="How many groups, how many spares, how often a checkpoint",
+    line="As many groups as memory allows; try numbers of spares; Young's interval with the failures that take all groups.",
+)
+def plan_groups(answer: Callable[..., Any], seed: int = 14) -> str:
+    """Judge `plan_groups(nodes, least, node_mtbf, stall, restart, repair, save, shared)` by playing what it plans."""
+    dice = random.Random(seed)
+    clusters = [(128, 4, 154 * 86_400.0, 30.0, 600.0, 3 * 86_400.0, 120.0, 0.1)]
+    for _ in range(5):
+        clusters.append((
+            dice.choice((64, 100, 250)), dice.choice((1, 2, 4, 8)), dice.choice((60, 150, 400)) * 86_400.0,
+            dice.choice((10.0, 60.0)), dice.choice((300.0, 900.0)), dice.choice((3600.0, 86_400.0, 5 * 86_400.0)),
+            dice.choice((60.0, 240.0)), dice.choice((0.02, 0.1, 0.3)),
+        ))  # fmt: skip
+    for number, cluster in enumerate(clusters):
+        _judge_plan(answer(*cluster), cluster, seed + number)
+    return f"{len(clusters)} clusters: played, each of your plans is within 1 % of the best one."
+
+
+def _judge_plan(got: Any, cluster: tuple[Any, ...], seed: int) -> None:
+    nodes, least, node_mtbf, _, _, repair, save, shared = cluster
+    case = (
+        f"{nodes} nodes, {least} a group at least, a failure of a node in {node_mtbf / 86_400:.0f} days, {repair / 3600:g} h to "
+        f"repair, {shared:.0%} of failures take all"
+    )
+    plan = by_name(got, "groups", "spares", "interval")
+    groups, spares = (whole(plan[name], f"`{name}`") for name in ("groups", "spares"))
+    interval = as_float(plan["interval"], "`interval`")
+    refuse(
+        case,
+        ("There is at least one group, no negative number of spares, and an interval of some seconds",
+         groups < 1 or spares < 0 or not 0 < interval < 1e9),
+        (f"{groups} groups of {least} nodes and {spares} spares are more than {nodes} nodes", groups * least + spares > nodes),
+    )  # fmt: skip
+    best = _best_plan(*cluster)
+    played = functools.partial(
+        _done,
+        nodes=nodes,
+        least=least,
+        node_mtbf=node_mtbf,
+        stall=cluster[3],
+        restart=cluster[4],
+        repair=repair,
+        save=save,
+        shared=shared,
+        goodput=lambda job: simulate_groups(job, seconds=_SECONDS, seed=seed).goodput,
+    )
+    ours, theirs = played(best), played((groups, spares, interval))
+    if theirs >= ours - _MARGIN:
+        return
+    size, most = (nodes - spares) // groups, (nodes - best[1]) // best[0]
+    idle = nodes - spares - groups * size
+    # What each mistake costs: how much more the plan would do without it.
+    costs = {
+        "idle": idle / nodes,
+        "size": played((best[0], best[1], interval))
+        - (resized := played((max(1, (nodes - best[1]) // size), best[1], interval))),
+        "interval": played((groups, spares, best[2])) - theirs,
+        "spares": resized - theirs,
+    }
+    main = max(costs, key=lambda name: costs[name])
+    refuse(
+        case,
+        (f"{idle} nodes neither train nor are spares: they do nothing", main == "idle"),
+        (f"Groups of {size} nodes lose {size} with each that fails, and a group of {most} holds the model", main == "size"),
+        ("The interval is Young's for all failures, and most of them stop one group only: a checkpoint is read after those "
+         f"that take all, {shared:.0%} of them", main == "interval" and 0.8 < interval / young_interval(save, node_mtbf / nodes) < 1.25),
+        (f"The interval is {interval:,.0f} s, and {best[2]:,.0f} s would lose {costs['interval']:.1%} less of the time: Young's, "
+         "with the failures that take all groups", main == "interval"),
+        (f"{spares} spares are {'too many: they stand idle for longer than they are needed' if spares > best[1] else 'too few'}: "
+         f"{best[1]} would do {costs['spares']:.1%} more", True),
+    )  # fmt: skip

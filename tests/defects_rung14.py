@@ -1,0 +1,269 @@
+"""Planted defects of rung 14: each runs, keeps shapes, and is wrong in one idea."""
+
+# ruff: noqa: E731
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+
+from lablib.calc.runs import ReplicaGroups, group_goodput
+from tests.planted import listed
+
+
+def _lost(timeout, silences, deaths, groups, heal, others=None):
+    waited = sum(min(s, timeout) for s in silences)
+    others = groups - 1 if others is None else others
+    return others * (deaths * timeout + waited) + heal * sum(s > timeout for s in silences)
+
+
+class choose_timeout:
+    never_a_false_alarm = lambda silences, deaths, groups, heal: max(silences)
+    twice_the_longest = lambda silences, deaths, groups, heal: 2 * max(silences)
+    five_seconds = lambda silences, deaths, groups, heal: 5.0
+    as_soon_as_possible = lambda silences, deaths, groups, heal: min(silences)
+    half_a_beat = lambda silences, deaths, groups, heal: min(silences) / 2
+    three_deviations = lambda silences, deaths, groups, heal: (
+        statistics.mean(silences) + 3 * statistics.pstdev(silences)
+    )
+    time_to_heal = lambda silences, deaths, groups, heal: heal
+    one_group_waits = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: _lost(t, silences, deaths, 2, heal)
+    )
+    alarms_are_free = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: _lost(t, silences, deaths, groups, 0.0)
+    )
+    nobody_dies = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: _lost(t, silences, 0, groups, heal)
+    )
+    pauses_cost_nothing = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: (groups - 1) * deaths * t + heal * sum(s > t for s in silences)
+    )
+
+    def right(silences, deaths, groups, heal):
+        """A grid of numpy."""
+        grid = np.geomspace(min(silences), max(silences), 2000)
+        s = np.asarray(silences)[:, None]
+        cost = (groups - 1) * (deaths * grid + np.minimum(s, grid).sum(0)) + heal * (s > grid).sum(0)
+        return grid[cost.argmin()]
+
+    def right_2(silences, deaths, groups, heal):
+        """Sorted once, and sums kept; exact."""
+        best, low, below, rows = None, math.inf, Fraction(0), sorted(map(Fraction, silences))
+        for i, timeout in enumerate(rows):
+            below += timeout
+            above = len(rows) - i - 1
+            cost = (groups - 1) * (deaths * timeout + below + above * timeout) + Fraction(heal) * above
+            if cost < low and (i + 1 == len(rows) or rows[i + 1] > timeout):
+                best, low = timeout, cost
+        return best
+
+    def right_3(silences, deaths, groups, heal):
+        """A hair longer than the best silence, as an array of one number."""
+        return np.array([1.001 * min(set(silences), key=lambda t: _lost(t, silences, deaths, groups, heal))])
+
+
+def _samples(epoch_order, count, first, batch):
+    return [epoch_order(p // count)[p % count] for p in range(first, first + batch)]
+
+
+def _part(deal, weigh):
+    def answer(epoch_order, count, step, batch, members, me):
+        mine = deal(_samples(epoch_order, count, step * batch, batch), members, me)
+        return mine, weigh(mine, batch, members)
+
+    return answer
+
+
+_dealt = lambda samples, members, me: samples[members.index(me) :: len(members)]
+_share = lambda mine, batch, members: len(mine) / batch
+
+
+class take_part:
+    mean_of_means = _part(_dealt, lambda mine, batch, members: 1 / len(members))
+    sum_of_means = _part(_dealt, lambda mine, batch, members: 1.0)
+    weight_of_a_sum = _part(_dealt, lambda mine, batch, members: 1 / batch)
+    numbers_of_samples = _part(_dealt, lambda mine, batch, members: len(mine))
+    turned_round = _part(_dealt, lambda mine, batch, members: 1 / max(1, len(mine)))
+    by_its_own_number = _part(lambda samples, members, me: samples[me :: len(members)], _share)
+    as_if_all_were_there = _part(lambda samples, members, me: samples[me :: max(3, len(members), me + 1)], _share)
+    the_whole_batch = _part(lambda samples, members, me: samples, _share)
+    rest_dropped = _part(
+        lambda samples, members, me: samples[members.index(me) :: len(members)][: len(samples) // len(members)], _share
+    )
+
+    def first_order_only(epoch_order, count, step, batch, members, me):
+        samples = [epoch_order(0)[p % count] for p in range(step * batch, step * batch + batch)]
+        return _dealt(samples, members, me), len(_dealt(samples, members, me)) / batch
+
+    def end_of_an_epoch_dropped(epoch_order, count, step, batch, members, me):
+        epoch, place = divmod(step * batch, count)
+        mine = _dealt(epoch_order(epoch)[place : place + batch], members, me)
+        return mine, len(mine) / batch
+
+    def without_the_idea(epoch_order, count, step, batch, members, me):
+        """Every count and every weight is right, and samples depend on who is there: each group goes through a part of its own."""
+        at, n = members.index(me), len(members)
+        mine = range(at, batch, n)
+        own = [p for p in range(count) if p % n == at] or [at]
+        taken = [epoch_order(step * batch // count)[own[(step + i) % len(own)]] for i in range(len(mine))]
+        return taken, len(mine) / batch
+
+    def by_who_is_there(epoch_order, count, step, batch, members, me):
+        """A batch for each group, so that the place depends on how many are there."""
+        mine = _dealt(_samples(epoch_order, count, step * batch * len(members), batch), members, me)
+        return mine, len(mine) / batch
+
+    def right(epoch_order, count, step, batch, members, me):
+        """Neighbouring samples for each, the first ones one more."""
+        samples = _samples(epoch_order, count, step * batch, batch)
+        at = sorted(members).index(me)
+        parts = np.array_split(np.array(samples), len(members))
+        return parts[at], np.float64(len(parts[at])) / batch
+
+    def right_2(epoch_order, count, step, batch, members, me):
+        """A generator over places; a fraction."""
+        at = list(members).index(me)
+        places = [p for p in range(step * batch, step * batch + batch) if (p - step * batch) % len(members) == at]
+        return (epoch_order(p // count)[p % count] for p in places), Fraction(len(places), batch)
+
+    def right_3(epoch_order, count, step, batch, members, me):
+        """One takes all: more work, and the same gradient; by names."""
+        samples = _samples(epoch_order, count, step * batch, batch)
+        mine = samples if me == members[-1] else []
+        return SimpleNamespace(samples=mine, weight=1.0 if mine else 0)
+
+
+def _by(log, key):
+    seen = defaultdict(dict)
+    for quorum, step, group, digest in log:
+        seen[key(quorum, step)][group] = digest
+    return seen
+
+
+def _odd(digests):
+    count = Counter(digests.values())
+    most = count.most_common()[0][0]
+    return [group for group, digest in digests.items() if digest != most]
+
+
+def _first(log, decide, key=lambda quorum, step: (step, quorum), last=False):
+    found = [
+        (where[0], decide(digests))
+        for where, digests in sorted(_by(log, key).items())
+        if len(set(digests.values())) > 1
+    ]
+    return (found[-1] if last else found[0]) if found else None
+
+
+class who_is_wrong:
+    across_quorums = lambda log: _first(log, lambda d: [*_odd(d), None][0], key=lambda quorum, step: (step,))
+    always_somebody = lambda log: _first(log, lambda d: _odd(d)[0])
+    never_somebody = lambda log: _first(log, lambda d: None)
+    one_of_the_majority = lambda log: _first(log, lambda d: next(g for g in d if g not in _odd(d)))
+    the_last_step = lambda log: _first(log, lambda d: _odd(d)[0] if 2 * len(_odd(d)) < len(d) else None, last=True)
+    all_is_well = lambda log: None
+    beside_group_0 = lambda log: _first(log, lambda d: next((g for g in d if d[g] != d.get(0, "")), None))
+
+    def right(log):
+        """Votes counted with numpy, and a pair in a list."""
+        for (step, _), digests in sorted(_by(log, lambda quorum, step: (step, quorum)).items()):
+            groups, values = zip(*digests.items(), strict=True)
+            kinds, inverse, votes = np.unique(values, return_inverse=True, return_counts=True)
+            if len(kinds) == 1:
+                continue
+            alone = np.array(groups)[inverse != votes.argmax()]
+            return [np.int64(step), alone[0] if len(alone) == 1 and len(groups) > 2 else None]
+        return None
+
+    def right_2(log):
+        """By steps and quorums, smallest first; by names."""
+        for step in sorted({s for _, s, _, _ in log}):
+            for quorum in sorted({q for q, s, _, _ in log if s == step}):
+                rows = [(g, d) for q, s, g, d in log if (q, s) == (quorum, step)]
+                singles = [g for g, d in rows if sum(d == other for _, other in rows) == 1]
+                if len({d for _, d in rows}) > 1:
+                    return {"step": step, "group": singles[0] if len(singles) == 1 and len(rows) > 2 else None}
+
+
+def _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, spares):
+    groups = (nodes - spares) // least
+    job = ReplicaGroups(
+        gpus=groups * least, groups=groups, gpu_mtbf=node_mtbf, stall=stall, restart=restart, repair=repair,
+        spares=spares, node=1, shared=shared,
+    )  # fmt: skip
+    used = (groups * least + spares) / nodes
+    interval = math.sqrt(2 * save * node_mtbf / (groups * least * shared))
+    return used * group_goodput(job).goodput, groups, spares, interval
+
+
+def _best(*cluster):
+    return max(_plan(*cluster, spares) for spares in range(cluster[0] // 4))[1:]
+
+
+def _changed(change):
+    def answer(nodes, least, node_mtbf, stall, restart, repair, save, shared):
+        cluster = (nodes, least, node_mtbf, stall, restart, repair, save, shared)
+        groups, spares, interval = _best(*cluster)
+        plan = {"groups": groups, "spares": spares, "interval": interval}
+        return plan | change(plan, *cluster)
+
+    return answer
+
+
+class plan_groups:
+    interval_of_all_failures = _changed(
+        lambda plan, n, l, m, st, r, rp, save, sh: {"interval": math.sqrt(2 * save * m / n)}
+    )
+    interval_of_one_node = _changed(lambda plan, n, l, m, st, r, rp, save, sh: {"interval": math.sqrt(2 * save * m)})
+    every_ten_minutes = _changed(lambda plan, *c: {"interval": 600.0})
+    two_groups = _changed(lambda plan, n, l, m, st, r, rp, save, sh: {"groups": 2})
+    groups_four_times_as_large = _changed(
+        lambda plan, n, l, m, st, r, rp, save, sh: {"groups": max(1, (n - plan["spares"]) // (4 * l))}
+    )
+    no_spares = _changed(lambda plan, n, l, *c: {"spares": 0, "groups": n // l})
+    a_fifth_in_reserve = _changed(lambda plan, n, l, *c: {"spares": n // 5, "groups": (n - n // 5) // l})
+    more_nodes_than_there_are = _changed(lambda plan, n, l, *c: {"groups": n // l, "spares": l + n % l})
+    half_of_the_groups = _changed(lambda plan, n, l, *c: {"groups": max(1, n // (2 * l) - plan["spares"] // l)})
+
+    def right(nodes, least, node_mtbf, stall, restart, repair, save, shared):
+        """A tuple, with numpy's numbers."""
+        groups, spares, interval = _best(nodes, least, node_mtbf, stall, restart, repair, save, shared)
+        return np.int64(groups), np.int64(spares), np.float64(interval)
+
+    def right_2(nodes, least, node_mtbf, stall, restart, repair, save, shared):
+        """By hand: as many spares as nodes are in repair in the mean, and a deviation more."""
+        broken = repair * nodes * (1 - shared) / node_mtbf
+        spares = min(range(nodes // 4), key=lambda s: (abs(s - broken - math.sqrt(broken)), s))
+        candidates = {max(0, spares + d) for d in range(-6, 7)} | {nodes % least}
+        _, groups, spares, interval = max(
+            _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, s) for s in candidates
+        )
+        return SimpleNamespace(groups=groups, spares=spares, interval=round(interval))
+
+
+#: What an answer must be told, by defect.
+SENTENCES = {
+    "interval_of_all_failures": "Young's for all failures",
+    "every_ten_minutes": "would lose",
+    "two_groups": "lose 6",
+    "no_spares": "too few",
+    "a_fifth_in_reserve": "too many",
+    "never_a_false_alarm": "waits for the longest silence",
+    "half_a_beat": "shorter than the ordinary time",
+    "alarms_are_free": "false alarms are not free",
+    "pauses_cost_nothing": "pays for pauses too",
+    "mean_of_means": "A mean of 2 means",
+    "sum_of_means": "a sum of means",
+    "by_its_own_number": "own number is not its place",
+    "as_if_all_were_there": "a hole in the batch",
+    "by_who_is_there": "whoever is there",
+    "always_somebody": "no vote says who is wrong",
+    "never_somebody": "it can be named",
+    "across_quorums": "compare within a quorum",
+    "the_last_step": "first step that counts",
+}
+DEFECTS, SECOND_SOLUTIONS = listed(choose_timeout, take_part, who_is_wrong, plan_groups)
