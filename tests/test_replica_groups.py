@@ -328,7 +328,7 @@ def test_a_group_that_lives_is_not_started_twice():
 
 
 def test_a_stall_is_the_gap_around_a_kill():
-    lines = [{"event": "committed", "time": t} for t in (1.0, 1.1, 1.2, 3.4, 3.5, 9.0, 9.1)]
+    lines = [{"event": "committed", "time": t} for t in (1.0, 1.1, 1.2, 3.4, 3.5, 3.6, 9.0)]
     assert stall(lines, Blow(1, 1.25, 3)) == pytest.approx(2.2)
     assert len(common_steps({}, 2)) == 0
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -67,6 +68,37 @@ def timeline(panels: Mapping[str, Sequence[Span]], *, unit: str = "ms", height: 
     axes[-1, 0].set_xlim(0, longest * 1.01)
     axes[-1, 0].set_xlabel(f"time ({unit})")
     return fig
+
+
+def group_timeline(lines: Sequence[Mapping[str, Any]], title: str, stall: float = 0.3) -> Figure:
+    """Draw when replica groups took steps together, when one took them alone, and when it stood still.
+
+    Args:
+        lines: Of a log, in the order of time: `group`, `event`, `time` in seconds; `groups`, those of a step.
+        stall: Seconds between two steps of a group from which on it stood still, or was not there after "started".
+    """
+    spans: list[Span] = []
+    for group in sorted({line["group"] for line in lines}):
+        lane, last = f"group {'ABCDEFGH'[group]}", None
+        for line in (line for line in lines if line["group"] == group):
+            if line["event"] == "started":
+                last = None
+            elif line["event"] == "committed":
+                if last is not None:
+                    still = line["time"] - last > stall
+                    role, label = (
+                        ("idle", "waits")
+                        if still
+                        else ("forward", "all")
+                        if line["groups"] > 1
+                        else ("gradients", "alone")
+                    )
+                    if spans and (spans[-1].lane, spans[-1].role, spans[-1].end) == (lane, role, last):
+                        spans[-1] = replace(spans[-1], end=line["time"])
+                    else:
+                        spans.append(Span(lane, role, last, line["time"], label))
+                last = line["time"]
+    return timeline({title: spans}, unit="s")
 
 
 def rank_timeline(spans: Sequence[Span], shares: Mapping[str, str], *, header: str = "", unit: str = "ms") -> Figure:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from lablib.launch.records.experiments import save_record
@@ -22,6 +22,8 @@ from lablib.toys.replica_groups import Job
 
 KILLS, SEED, TIMEOUT = 20, 14, 1.0
 TIMEOUTS = (0.3, 0.6, 2.0, 4.0)  # seconds, beside TIMEOUT
+#: Seconds of the heartbeat timeout and of the join timeout, for three groups of torchft.
+JOINS = ((4.0, 0.2), (4.0, 1.0), (4.0, 2.0), (1.0, 3.0))
 PAUSES = (0.2, 0.5, 1.5, 3.0)  # seconds
 FEW = 5  # kills for each other timeout, and pauses of each length
 FOREVER = Job(steps=10**9)
@@ -30,17 +32,27 @@ NAME = "14_storm"
 
 def storms() -> Iterator[dict[str, Any]]:
     """Yield a sample for each kill of the storms."""
-    for kind, count in ((Toy(FOREVER), 2), (Toy(FOREVER), 3), (Torchft(FOREVER), 2)):
-        for one in storm(kind, kills=KILLS, seed=SEED, count=count, heartbeat_timeout=TIMEOUT):
-            yield {"what": "storm", "kind": kind.name, "groups": count, "timeout": TIMEOUT, **asdict(one)}
+    for kind in (Toy(FOREVER), Torchft(FOREVER)):
+        for count in (2, 3):
+            yield from _killed("storm", kind, count, TIMEOUT, KILLS)
 
 
 def sweep() -> Iterator[dict[str, Any]]:
     """Yield a sample for each kill under other timeouts."""
     for timeout in TIMEOUTS:
         for kind in (Toy(FOREVER), Torchft(FOREVER)):
-            for one in storm(kind, kills=FEW, seed=SEED, heartbeat_timeout=timeout):
-                yield {"what": "sweep", "kind": kind.name, "groups": 2, "timeout": timeout, **asdict(one)}
+            yield from _killed("sweep", kind, 2, timeout, FEW)
+    for timeout, join in JOINS:
+        for seed in range(FEW):  # a job for each: who died lately still counts as living, and makes a majority larger
+            yield from _killed("joins", Torchft(FOREVER, join_timeout=join), 3, timeout, 1, seed)
+
+
+def _killed(what: str, kind: Any, count: int, timeout: float, kills: int, seed: int = SEED) -> Iterator[dict[str, Any]]:
+    if kind.name == "torchft":
+        kind = replace(kind, shards=count)
+    for one in storm(kind, kills=kills, seed=seed, count=count, heartbeat_timeout=timeout):
+        join = getattr(kind, "join_timeout", None)
+        yield {"what": what, "kind": kind.name, "groups": count, "timeout": timeout, "join": join, **asdict(one)}
 
 
 def pauses() -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A replica group of torchft, with the events of the toy: `Groups(Torchft())`. Chapter 14.
 
 torchft is needed nowhere else, and has wheels for Linux on x86-64 alone; `why_not_torchft` says in one sentence what
-is missing. Written against torchft 0.2.0, which calls itself experimental: this is the one file that knows it.
+is missing. Written against torchft 0.2.0: this is the one file that knows it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Torchft:
     shards: int = 2  # into which the data is dealt, a fixed number, as torchft's own sampler has it
     pace: float = 0.01  # seconds that a step takes at least
     timeout: float = 20.0  # seconds, of everything that torchft waits for
+    join_timeout: float = 0.2  # seconds that a majority which has asked waits for the others who live
     ddp: bool = False
 
     name = "torchft"
@@ -69,7 +70,10 @@ class Torchft:
         from torchft.coordination import LighthouseServer
 
         server = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=round(1000 * heartbeat_timeout)
+            bind="[::]:0",
+            min_replicas=1,
+            join_timeout_ms=round(1000 * self.join_timeout),
+            heartbeat_timeout_ms=round(1000 * heartbeat_timeout),
         )
         # It announces this machine's host name, which may resolve to nothing.
         report(re.sub(r"//.*:(\d+)$", r"//127.0.0.1:\1", server.address()))
