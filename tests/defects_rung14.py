@@ -160,6 +160,17 @@ def _first(log, decide, key=lambda quorum, step: (step, quorum), last=False):
 
 
 class who_is_wrong:
+    def first_come(log):
+        """Whatever came first for a step and a group, in whichever quorum."""
+        seen = {}
+        for _, step, group, digest in log:
+            seen.setdefault(step, {}).setdefault(group, digest)
+        for step, digests in sorted(seen.items()):
+            if len(set(digests.values())) > 1:
+                odd = _odd(digests)
+                return step, odd[0] if 2 * len(odd) < len(digests) else None
+        return None
+
     across_quorums = lambda log: _first(log, lambda d: [*_odd(d), None][0], key=lambda quorum, step: (step,))
     always_somebody = lambda log: _first(log, lambda d: _odd(d)[0])
     never_somebody = lambda log: _first(log, lambda d: None)
@@ -189,7 +200,8 @@ class who_is_wrong:
                     return {"step": step, "group": singles[0] if len(singles) == 1 and len(rows) > 2 else None}
 
 
-def _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, spares):
+def _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, spares, size=None):
+    least = size or least
     groups = (nodes - spares) // least
     job = ReplicaGroups(
         gpus=groups * least, groups=groups, gpu_mtbf=node_mtbf, stall=stall, restart=restart, repair=repair,
@@ -201,7 +213,8 @@ def _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, spares)
 
 
 def _best(*cluster):
-    return max(_plan(*cluster, spares) for spares in range(cluster[0] // 4))[1:]
+    sizes = range(cluster[1], 2 * cluster[1] + 1)
+    return max(_plan(*cluster, spares, size) for size in sizes for spares in range(cluster[0] // 4))[1:]
 
 
 def _changed(change):
@@ -240,7 +253,9 @@ class plan_groups:
         spares = min(range(nodes // 4), key=lambda s: (abs(s - broken - math.sqrt(broken)), s))
         candidates = {max(0, spares + d) for d in range(-6, 7)} | {nodes % least}
         _, groups, spares, interval = max(
-            _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, s) for s in candidates
+            _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, s, size)
+            for s in candidates
+            for size in range(least, 2 * least + 1)
         )
         return SimpleNamespace(groups=groups, spares=spares, interval=round(interval))
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -40,7 +41,7 @@ def alone(job):
     for step in range(job.steps):
         gradient, loss = state.backward(job.numbers(step))
         losses.append(loss / job.batch)
-        state.commit(gradient / job.batch)
+        state.commit(gradient / job.batch, 1)
     return losses, digest(state.weights)
 
 
@@ -84,8 +85,8 @@ class Members:
         for member in members:
             self.store.add(f"beats/{member}", 1)
 
-    def ask(self, member, step, holds=0):
-        self.store.set(f"ask/{member}", f"{step} {holds}")
+    def ask(self, member, step, holds=0, quorum=0):
+        self.store.set(f"ask/{member}", f"{step} {quorum} {holds}")
 
     def look(self, seconds=0.0):
         self.now += seconds
@@ -95,7 +96,11 @@ class Members:
         text = self.store.get(f"answer/{member}").split() if self.store.check([f"answer/{member}"]) else None
         if text:
             self.store.delete_key(f"answer/{member}")
-        return [int(word) for word in text] if text else None
+        if not text:
+            return None
+        number, rank, *states = map(int, text)
+        assert not any(states[1::2]), "nobody here says in which quorum a step was taken"
+        return [number, rank, *states[::2]]
 
 
 def test_a_quorum_waits_for_all_who_live_and_for_nobody_else():
@@ -189,12 +194,12 @@ def test_an_epoch_has_every_sample_once_however_it_is_dealt():
 def _healing(steps):
     job = Job()
     state = State(job)
-    state.step = steps[dist.get_rank()]
+    state.step, state.quorum = steps[dist.get_rank()], 1
     with torch.no_grad():
         for tensor in (*state.weights, *state.momenta):
             tensor.add_(dist.get_rank())
     with record_comms() as log:
-        got = heal(state, Quorum(1, tuple(steps), dist.get_rank()))
+        got = heal(state, Quorum(2, tuple((step, 1) for step in steps), dist.get_rank()))
     sent = [event.bytes for event in log.events if event.op == "send"]
     return got, state.step, digest([*state.weights, *state.momenta]), sent
 
@@ -210,6 +215,11 @@ def test_healing_sends_the_whole_state_to_those_who_are_behind(steps, source):
         assert step == max(steps)
     if behind:
         assert all(found[rank][2] == found[source][2] for rank in behind)
+
+
+def test_the_same_step_of_another_quorum_is_another_state():
+    assert Quorum(9, ((7, 3), (7, 3)), 0).behind == []
+    assert Quorum(9, ((7, 3), (7, 5), (6, 5)), 0).behind == [0, 2]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -245,6 +255,31 @@ def test_a_group_may_die_at_any_point_of_a_step(count, phase):
     assert shared >= 7
     assert unequal == 0
     assert [line["event"] for line in logs[1] if line["event"] == "healed"] == ["healed"]
+
+
+@dataclass(frozen=True)
+class DiesBeforeTheMeeting(Toy):
+    """Group 1 has its answer and is killed before it meets the others, once: they wait for it in a start that fails."""
+
+    marker: str = ""
+
+    def group(self, number, address, log):
+        if number == 1 and not os.path.exists(self.marker):
+            open(self.marker, "x").close()
+            dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        super().group(number, address, log)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_waited_in_a_start_that_failed_still_meets_a_newcomer(count, tmp_path):
+    kind = DiesBeforeTheMeeting(Job(steps=10**6), patience=1.0, marker=str(tmp_path / "died"))
+    with Groups(kind, count=count, heartbeat_timeout=HEARTBEAT) as groups:
+        groups.wait(lambda: not groups.alive(1), "it dies")
+        groups.start(1)
+        groups.wait(lambda: groups.together() > 5, "all take steps together")
+        logs = groups.logs()
+    assert equal_weights(logs)[1] == 0
+    assert any(line["event"] == "void" for line in logs[0]), "the others saw a start that failed"
 
 
 def test_one_kill_from_outside_is_survived_by_the_toy():

@@ -58,7 +58,7 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
         shuffled = dice.sample(silences, len(silences))
         timeout = as_float(answer(list(shuffled), deaths, groups, heal), "The timeout")
         case = f"{len(silences)} silences up to {max(silences):.3g} s, {deaths} deaths, {groups} groups, {heal:g} s to heal"
-        refuse(case, ("A timeout is a positive number of seconds", not timeout > 0))
+        refuse(case, ("A timeout is a positive number of seconds, and finite", not 0 < timeout < 1e9))
         best = _best(silences, deaths, groups, heal)
         least, given = (_lost(t, silences, deaths, groups, heal) for t in (best, timeout))
         if given > _SLACK * least + 1e-9:
@@ -169,7 +169,7 @@ def _judge_part(
     if sorted(sample for share in shares for sample in share) != sorted(right):
         _explain_part(shares, right, order, count, step, batch, members, groups, case)
     truth = [len(share) / batch for share in shares]
-    if not all(close(w, t, rel=1e-4) for w, t, share in zip(weights, truth, shares, strict=True) if share):
+    if not all(close(w, t, rel=5e-3) for w, t, share in zip(weights, truth, shares, strict=True) if share):
         _explain_weight(weights, truth, shares, members, groups, batch, case)
 
 
@@ -253,7 +253,7 @@ def _history(dice: random.Random, groups: int, fault: str) -> tuple[list[Line], 
 
     Args:
         fault: "none"; "flip": a bit flips in one group's weights; "all": one that all get; "tie": of two groups, or of four
-            two and two; "late": the flip comes while the group is alone, and shows when another one has healed from a third.
+            two and two.
     """
     number, lines, truth = 1, [], None
     sound = [f"{dice.getrandbits(40):010x}" for _ in range(40)]
@@ -283,9 +283,9 @@ def _history(dice: random.Random, groups: int, fault: str) -> tuple[list[Line], 
         order = dice.sample(present, len(present))
         lines += [(number, step, g, sound[step] + marked.get(g, "")) for g in order]
         if step == 10 and groups > 1:  # an error: all meet anew, and one takes the step once more, by itself
-            number += 1
-            lines.append((number, step, order[0], f"{dice.getrandbits(40):010x}"))
-            number += 1
+            again = (number + 1, step, order[0], f"{dice.getrandbits(40):010x}")
+            lines.insert(len(lines) - dice.choice((0, len(order))), again)  # lines of groups come in any order
+            number += 2
     return lines, truth
 
 
@@ -355,7 +355,7 @@ def _explain_who(got: Any, truth: Any, lines: list[Line], case: str) -> NoReturn
 
 #: Share of all that a cluster could do, by which an answer may be below the best one found.
 _MARGIN = 0.01
-_SECONDS = 3e8  # of the simulation: some thousand failures, whose mean is within a fifth of the margin
+_FAILURES = 20_000  # that are played: two plans then differ by a tenth of the margin by chance
 
 
 def _cluster(groups: int, spares: int, nodes: int, node_mtbf: float, stall: float, restart: float, repair: float, shared: float
@@ -380,7 +380,7 @@ def _best_plan(nodes: int, least: int, node_mtbf: float, stall: float, restart: 
                ) -> tuple[int, int, float]:  # fmt: skip
     found = []
     for spares in range(nodes // 4):
-        for groups in {(nodes - spares) // size for size in (least, least + 1, 2 * least)} - {0}:
+        for groups in {(nodes - spares) // size for size in range(least, 2 * least + 1)} - {0}:
             interval = young_interval(save, node_mtbf / ((nodes - spares) // groups * groups * shared))
             found.append((groups, spares, interval))
     score = functools.partial(_done, nodes=nodes, least=least, node_mtbf=node_mtbf, stall=stall, restart=restart, repair=repair,
@@ -391,7 +391,8 @@ def _best_plan(nodes: int, least: int, node_mtbf: float, stall: float, restart: 
 @check(
     idea="Small groups lose little with each node, spares fill the holes, and checkpoints are for what no group survives.",
     section="How many groups, how many spares, how often a checkpoint",
-    line="As many groups as memory allows; try numbers of spares; Young's interval with the failures that take all groups.",
+    line="Groups as small as memory and left-over nodes allow; try numbers of spares; Young's interval with the failures that "
+    "take all groups.",
 )
 def plan_groups(answer: Callable[..., Any], seed: int = 14) -> str:
     """Judge `plan_groups(nodes, least, node_mtbf, stall, restart, repair, save, shared)` by playing what it plans."""
@@ -420,8 +421,10 @@ def _judge_plan(got: Any, cluster: tuple[Any, ...], seed: int) -> None:
     refuse(
         case,
         ("There is at least one group, no negative number of spares, and an interval of some seconds",
-         groups < 1 or spares < 0 or not 0 < interval < 1e9),
+         groups < 1 or spares < 0 or not interval > 0),
         (f"{groups} groups of {least} nodes and {spares} spares are more than {nodes} nodes", groups * least + spares > nodes),
+        (f"Of all failures {shared:.0%} take all groups, and between two checkpoints {interval:,.0f} s apart they come again and again",
+         lambda: interval > 20 * node_mtbf / (nodes * shared)),
     )  # fmt: skip
     best = _best_plan(*cluster)
     played = functools.partial(
@@ -434,12 +437,12 @@ def _judge_plan(got: Any, cluster: tuple[Any, ...], seed: int) -> None:
         repair=repair,
         save=save,
         shared=shared,
-        goodput=lambda job: simulate_groups(job, seconds=_SECONDS, seed=seed).goodput,
+        goodput=lambda job: simulate_groups(job, seconds=_FAILURES * node_mtbf / nodes, seed=seed).goodput,
     )
     ours, theirs = played(best), played((groups, spares, interval))
     if theirs >= ours - _MARGIN:
         return
-    size, most = (nodes - spares) // groups, (nodes - best[1]) // best[0]
+    size = (nodes - spares) // groups
     idle = nodes - spares - groups * size
     # What each mistake costs: how much more the plan would do without it.
     costs = {
@@ -453,7 +456,7 @@ def _judge_plan(got: Any, cluster: tuple[Any, ...], seed: int) -> None:
     refuse(
         case,
         (f"{idle} nodes neither train nor are spares: they do nothing", main == "idle"),
-        (f"Groups of {size} nodes lose {size} with each that fails, and a group of {most} holds the model", main == "size"),
+        (f"Groups of {size} nodes lose {size} with each that fails, and {least} hold the model", main == "size"),
         ("The interval is Young's for all failures, and most of them stop one group only: a checkpoint is read after those "
          f"that take all, {shared:.0%} of them", main == "interval" and 0.8 < interval / young_interval(save, node_mtbf / nodes) < 1.25),
         (f"The interval is {interval:,.0f} s, and {best[2]:,.0f} s would lose {costs['interval']:.1%} less of the time: Young's, "

@@ -56,11 +56,14 @@ class Job:
 
 
 class State:
-    """What a group that comes back does not have: weights, momentum and the step."""
+    """What a group that comes back does not have: weights, momentum, the step, and the quorum that took it.
+
+    The step alone is not enough: after an error a step may be taken again by other groups, whose sum has other bits.
+    """
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.seed)
-        self.job, self.step = job, 0
+        self.job, self.step, self.quorum = job, 0, 0
         self.model = nn.Sequential(nn.Linear(job.width, 4 * job.width), nn.Tanh(), nn.Linear(4 * job.width, 2))
         self.weights = list(self.model.parameters())
         self.momenta = [torch.zeros_like(p) for p in self.weights]
@@ -70,12 +73,12 @@ class State:
         return torch.cat([t.detach().flatten() for t in (*self.weights, *self.momenta)])
 
     @torch.no_grad()
-    def load(self, flat: Tensor, step: int) -> None:
+    def load(self, flat: Tensor, step: int, quorum: int) -> None:
         """Become the state that another group has sent."""
         tensors = (*self.weights, *self.momenta)
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
-        self.step = step
+        self.step, self.quorum = step, quorum
 
     def backward(self, numbers: list[int]) -> tuple[Tensor, float]:
         """Return gradient and loss of some samples, as sums over them: sums add up over groups of any size, means do not."""
@@ -85,14 +88,14 @@ class State:
         return torch.cat([g.flatten() for g in gradients]), loss.item()
 
     @torch.no_grad()
-    def commit(self, gradient: Tensor) -> None:
-        """Take the step: momentum, weights, count."""
+    def commit(self, gradient: Tensor, quorum: int) -> None:
+        """Take the step, in the quorum of this number: momentum, weights, count."""
         for p, m, piece in zip(
             self.weights, self.momenta, gradient.split([p.numel() for p in self.weights]), strict=True
         ):
             m.mul_(self.job.momentum).add_(piece.view_as(m))
             p.sub_(self.job.lr * m)
-        self.step += 1
+        self.step, self.quorum = self.step + 1, quorum
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
@@ -103,22 +106,25 @@ class Quorum:
     """The groups of one step. They keep their process group as long as the number stays.
 
     Attributes:
-        steps: What each has committed, by rank.
+        states: By rank the last step that each has committed, and the number of the quorum in which it did.
         rank: Of the group that reads this.
     """
 
     number: int
-    steps: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
     rank: int
 
     @property
     def behind(self) -> list[int]:
-        """Ranks that lack a step which another one has committed."""
-        return [rank for rank, step in enumerate(self.steps) if step < max(self.steps)]
+        """Ranks that have another state than the newest."""
+        return [rank for rank, state in enumerate(self.states) if state != max(self.states)]
 
 
 class Lighthouse:
     """Says who takes the next step: all who live, as soon as all of them ask.
+
+    A member whose heart beats and that does not ask keeps all others waiting. If all die, the first one that comes
+    begins at step 0 again: only a checkpoint would help.
 
     Args:
         store: The store that the members talk over.
@@ -148,12 +154,12 @@ class Lighthouse:
             return False
         asked = [tuple(map(int, self.store.get(f"ask/{member}").split())) for member in living]
         # A new number where the members are others, and where one has left the group after an error.
-        if living != list(self.members) or any(holds != self.number for _, holds in asked):
+        if living != list(self.members) or any(holds != self.number for _, _, holds in asked):
             self.number, self.members = self.number + 1, tuple(living)
-        steps = " ".join(str(step) for step, _ in asked)
+        states = " ".join(f"{step} {quorum}" for step, quorum, _ in asked)
         for rank, member in enumerate(living):
             self.store.delete_key(f"ask/{member}")
-            self.store.set(f"answer/{member}", f"{self.number} {rank} {steps}")
+            self.store.set(f"answer/{member}", f"{self.number} {rank} {states}")
         return True
 
     def run(self, over: threading.Event, look_every: float = 0.005) -> None:
@@ -183,40 +189,48 @@ class Member:
             if self.gone.wait(every):
                 return
 
-    def ask(self, step: int) -> Quorum:
-        """Wait for the next quorum, and meet its members in a process group unless this one is still good."""
-        self.store.set(f"ask/{self.number}", f"{step} {self.holds}")
-        number, rank, *steps = map(int, self.store.get(f"answer/{self.number}").split())
+    def ask(self, step: int, quorum: int) -> Quorum:
+        """Wait for the next quorum, and meet its members in a process group unless this one is still good.
+
+        Args:
+            step: The last one that this group has committed; `quorum`, in which.
+        """
+        self.store.set(f"ask/{self.number}", f"{step} {quorum} {self.holds}")
+        number, rank, *flat = map(int, self.store.get(f"answer/{self.number}").split())
         self.store.delete_key(f"answer/{self.number}")
+        states = tuple(zip(flat[::2], flat[1::2], strict=True))
         if number != self.holds:
             self.leave()
             meeting = dist.PrefixStore(f"quorum/{number}", self.store)
             wait = timedelta(seconds=self.patience)
-            dist.init_process_group("gloo", store=meeting, rank=rank, world_size=len(steps), timeout=wait)
+            dist.init_process_group("gloo", store=meeting, rank=rank, world_size=len(states), timeout=wait)
             self.holds = number
-        return Quorum(number, tuple(steps), rank)
+        return Quorum(number, states, rank)
 
     def leave(self) -> None:
         """End this process group; its connections close, and whoever waits in it sees that."""
         self.holds = 0
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            # PyTorch counts groups in the keys under which they meet, a group that nobody joined too, and begins anew
+            # when one ends: without this one, who has seen a failed start would never meet who has not.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
 def heal(state: State, quorum: Quorum) -> int:
-    """Bring those who are behind to the newest step, from the first that has it; return the bytes that this group got."""
-    newest = max(quorum.steps)
-    source = quorum.steps.index(newest)
+    """Bring those who are behind to the newest state, from the first that has it; return the bytes that this group got."""
+    newest = max(quorum.states)
+    source = quorum.states.index(newest)
     if quorum.rank == source:
         for rank in quorum.behind:
             dist.send(state.flat(), rank)
     elif quorum.rank in quorum.behind:
         flat = torch.empty_like(state.flat())
         dist.recv(flat, source)
-        state.load(flat, newest)
+        state.load(flat, *newest)
         return flat.nbytes
     return 0
 
@@ -225,7 +239,8 @@ def train(member: Member, job: Job, watch: Callable[..., Any] = lambda event, **
     """Train until `job.steps` steps are committed, with whoever is there.
 
     A step counts if its all-reduce ended without an error. Where a peer dies some groups may have the result and some
-    an error: the ones have committed, and the others are behind, and heal in the next quorum.
+    an error: the ones have committed, and the others are behind, and heal in the next quorum. After the last step there
+    is none: who had an error in it takes it alone, in sums of another order.
 
     Args:
         watch: Called with "asks", "quorum", "healed", "computed", "reduced", "committed" and "void", and what is
@@ -235,9 +250,9 @@ def train(member: Member, job: Job, watch: Callable[..., Any] = lambda event, **
     while state.step < job.steps:
         watch("asks", step=state.step)
         try:
-            quorum = member.ask(state.step)
-            groups = len(quorum.steps)
-            watch("quorum", number=quorum.number, groups=groups, steps=quorum.steps)
+            quorum = member.ask(state.step, state.quorum)
+            groups = len(quorum.states)
+            watch("quorum", number=quorum.number, groups=groups)
             if got := heal(state, quorum):
                 watch("healed", step=state.step, bytes=got)
             mine = job.numbers(state.step)[quorum.rank :: groups]
@@ -250,7 +265,7 @@ def train(member: Member, job: Job, watch: Callable[..., Any] = lambda event, **
             watch("void", step=state.step, why=str(error))
             member.leave()
             continue
-        state.commit(summed[:-1])
+        state.commit(summed[:-1], quorum.number)
         seen = {"number": quorum.number, "groups": groups, "samples": mine, "loss": summed[-1].item()}
         watch("committed", step=state.step, state=state, **seen)
     member.leave()

@@ -44,11 +44,11 @@ def who_is_wrong(log):
 def plan_groups(
     nodes, least, node_mtbf, stall, restart, repair, save, shared
 ):
-    """The smallest groups; spares by trying; Young for what takes all."""
+    """Sizes and spares by trying; Young for what takes all."""
 
-    def plan(spares):
-        groups = (nodes - spares) // least
-        trained = groups * least
+    def plan(size, spares):
+        groups = (nodes - spares) // size
+        trained = groups * size
         job = ReplicaGroups(
             gpus=trained,
             groups=groups,
@@ -66,5 +66,9 @@ def plan_groups(
         done = used * group_goodput(job).goodput
         return done, groups, spares, interval
 
-    _, groups, spares, interval = max(map(plan, range(nodes // 4)))
+    _, groups, spares, interval = max(
+        plan(size, spares)
+        for size in range(least, 2 * least + 1)
+        for spares in range(nodes // 4)
+    )
     return {"groups": groups, "spares": spares, "interval": interval}

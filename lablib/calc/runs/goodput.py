@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
+from lablib.calc.errors import check_whole
 from lablib.calc.flops import require_positive
 from lablib.calc.runs.failures import LLAMA3_FAILURES, LostTime
 from lablib.calc.runs.replica_groups import ReplicaGroups, group_goodput, restarting
@@ -67,7 +68,10 @@ def simulate_restarts(
     interval: float, *, cost: float, mtbf: float, restart: float = 0.0, intervals: int = 1000, seed: int = 0
 ) -> LostTime:
     """Play so many intervals of a job that goes back to its last checkpoint at each failure; return where its time went."""
-    require_positive(interval=interval, cost=cost, mtbf=mtbf, intervals=intervals)
+    require_positive(interval=interval, cost=cost, mtbf=mtbf)
+    check_whole("intervals", intervals, 1)
+    if not restart >= 0:
+        raise ValueError(f"restart={restart:g} s must not be negative")
     draw = random.Random(seed).expovariate
     left = draw(1 / mtbf)  # until the next failure
     rework = restarted = failures = 0.0

@@ -63,8 +63,8 @@ class ReplicaGroups:
         require_positive(gpus=self.gpus, gpu_mtbf=self.gpu_mtbf, node=self.node)
         must_divide("groups", self.groups, "gpus", self.gpus)
         for name in ("stall", "restart", "repair", "state_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name):g} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name):g} must not be negative, and finite")
         if not self.link > 0 or not 0 <= self.shared <= 1:
             raise ValueError(f"link={self.link:g} must be positive, and shared={self.shared:g} from 0 to 1")
 
@@ -144,7 +144,7 @@ def simulate_groups(job: ReplicaGroups, *, seconds: float, seed: int = 0) -> Gro
     now, quiet, alive, ready, done = 0.0, 0.0, 0.0, 0.0, 0.0  # quiet: until when the living stand still
     coming: list[tuple[float, bool]] = []  # (when, whether a group starts; else a node is repaired)
     while now < seconds:
-        death = now + draw(living / job.group_mtbf) if living else math.inf
+        death = now + draw(living / job.group_mtbf) if living and job.group_mtbf < math.inf else math.inf
         then = min(death, coming[0][0] if coming else math.inf, seconds)
         alive += living * (then - now)
         if living >= job.min_groups:
@@ -152,7 +152,8 @@ def simulate_groups(job: ReplicaGroups, *, seconds: float, seed: int = 0) -> Gro
             done += living * max(0.0, then - max(now, quiet))
         now = then
         if then == death:
-            living, waiting, quiet = living - 1, waiting + 1, then + job.stall
+            living, waiting = living - 1, waiting + 1
+            quiet = then + job.stall if living else then
             gone += not living
             heappush(coming, (then + job.repair, False))
         elif coming and then == coming[0][0]:

@@ -148,6 +148,8 @@ class Groups:
 
     def start(self, group: int) -> None:
         """Start a group, the first time or again."""
+        if group not in range(self.count):
+            raise ValueError(f"group={group} must be one of {self.count}, 0 to {self.count - 1}")
         if group in self._processes and self._processes[group].is_alive():
             raise ValueError(f"group {group} lives: kill it first")
         again = group in self._processes
@@ -155,6 +157,7 @@ class Groups:
 
     def kill(self, group: int) -> Blow:
         """Kill a group with signal 9, wherever it is, and return when."""
+        self._check_alive(group)
         taken = self.log(group, "committed")
         when = time.monotonic()
         self._processes[group].kill()
@@ -163,6 +166,7 @@ class Groups:
 
     def pause(self, group: int, seconds: float) -> None:
         """Stop a group for so long: its process lives, and neither computes nor sends a heartbeat."""
+        self._check_alive(group)
         os.kill(self._processes[group].pid, signal.SIGSTOP)
         try:
             time.sleep(seconds)
@@ -172,6 +176,10 @@ class Groups:
     def alive(self, group: int) -> bool:
         """Say whether a group's process is there."""
         return self._processes[group].is_alive()
+
+    def _check_alive(self, group: int) -> None:
+        if group not in self._processes or not self._processes[group].is_alive():
+            raise ValueError(f"group={group} does not live")
 
     def _begin(self, name: int | None, target: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -220,15 +228,15 @@ class Groups:
         return [line for line in self.logs().get(group, []) if not events or line["event"] in events]
 
     def together(self, since: Blow | None = None) -> int:
-        """Return how many steps all groups that live have committed together, since a kill or from the start."""
+        """Return how many steps all groups have committed together, since a kill or from the start."""
         return len(common_steps(self.logs(), self.count, since))
 
 
 def common_steps(
     logs: dict[int, list[dict[str, Any]]], count: int, since: Blow | None = None
-) -> dict[int, list[dict[str, Any]]]:
-    """Return by step the line of each group, for the steps that `count` groups committed in one quorum."""
-    steps: dict[int, list[dict[str, Any]]] = {}
+) -> dict[tuple[int | None, int], list[dict[str, Any]]]:
+    """Return the lines of the steps that `count` groups committed in one quorum, by its number, if it has one, and step."""
+    steps: dict[tuple[int | None, int], list[dict[str, Any]]] = {}
     for lines in logs.values():
         for line in lines:
             if (
@@ -236,7 +244,7 @@ def common_steps(
                 and line["groups"] == count
                 and (since is None or line["time"] > since.time)
             ):
-                steps.setdefault(line["step"], []).append(line)
+                steps.setdefault((line.get("number"), line["step"]), []).append(line)
     return {step: lines for step, lines in steps.items() if len(lines) == count}
 
 
