@@ -23,7 +23,7 @@ def course(tmp_path_factory):
 
 
 def test_the_copy_has_the_labs_and_no_solution(course):
-    assert len(list((course / "labs").glob("[0-9]*.ipynb"))) == 13
+    assert len(list((course / "labs").glob("[0-9]*.ipynb"))) == 14
     assert not (course / "labs" / "solutions").exists()
     assert (course / "lablib" / "toys" / "text.txt").exists()
     assert len(bundle.solution_lines()) > 200

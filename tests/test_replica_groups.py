@@ -41,7 +41,7 @@ def alone(job):
     for step in range(job.steps):
         gradient, loss = state.backward(job.numbers(step))
         losses.append(loss / job.batch)
-        state.commit(gradient / job.batch, 1)
+        state.commit(gradient / job.batch)
     return losses, digest(state.weights)
 
 

@@ -88,7 +88,7 @@ class State:
         return torch.cat([g.flatten() for g in gradients]), loss.item()
 
     @torch.no_grad()
-    def commit(self, gradient: Tensor, quorum: int) -> None:
+    def commit(self, gradient: Tensor, quorum: int = 0) -> None:
         """Take the step, in the quorum of this number: momentum, weights, count."""
         for p, m, piece in zip(
             self.weights, self.momenta, gradient.split([p.numel() for p in self.weights]), strict=True
