@@ -14,18 +14,8 @@ import torch.distributed as dist
 
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import run_ranks
-from lablib.launch.runs import (
-    Blow,
-    Groups,
-    Torchft,
-    Toy,
-    common_steps,
-    digest,
-    equal_weights,
-    stall,
-    storm,
-    why_not_torchft,
-)
+from lablib.launch.records import digest
+from lablib.launch.runs import Blow, Groups, Torchft, Toy, common_steps, equal_weights, stall, storm, why_not_torchft
 from lablib.toys.replica_groups import Job, Lighthouse, Quorum, State, heal
 
 # Sums of 12 gradients in another order, over 60 steps of SGD whose momentum multiplies an error by 10 at most: an fp32

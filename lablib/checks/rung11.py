@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
 from lablib.calc.runs import noise_scale as solve
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, recognize, refuse, whole
+from lablib.checks.judging import Order, Wrong, by_name, check, close, epoch_orders, numbers, recognize, refuse, whole
 from lablib.launch.failure_zoo import FAULTS, HEALTHY, Setting, Symptoms, run_programs
 from lablib.launch.ranks import run_ranks
 from lablib.launch.runs import describe_machine, gpu_report, read_run, scaling_records
@@ -35,26 +35,6 @@ def _float(value: Any) -> float:
 
 # --- which samples a rank trains on -------------------------------------------------------------------------
 
-Order = Callable[[int], list[int]]
-
-#: A run of some steps asks for a few epochs, or at most for one a sample.
-_MOST_EPOCHS = 20_000
-
-
-def _orders(dice: random.Random, count: int) -> Order:
-    seed, asked = dice.random(), 0
-
-    def epoch_order(epoch: int) -> list[int]:
-        nonlocal asked
-        asked += 1
-        if asked > _MOST_EPOCHS:
-            raise Wrong(f"epoch_order was called {_MOST_EPOCHS:,} times in one run: your loop does not end.")
-        samples = list(range(count))
-        random.Random(f"{seed} {whole(epoch, 'The number of an epoch')}").shuffle(samples)
-        return samples
-
-    return epoch_order
-
 
 @check(
     idea="Think of one endless list of samples, epoch after epoch, in which `taken` says how far all ranks have come.",
@@ -67,7 +47,7 @@ def next_samples(answer: Callable[..., list[int]], seed: int = 11) -> str:
     dice = random.Random(seed)
     runs = 0
     for count, batch in [(12, 4), (10, 4), (7, 6), *((dice.randint(5, 40), 12) for _ in range(12))]:
-        order = _orders(dice, count)
+        order = epoch_orders(dice, count)
         taken = 0
         for step in range(2 * count // batch + 2):
             ranks = dice.choice([n for n in (1, 2, 3, 4, 6) if batch % n == 0])

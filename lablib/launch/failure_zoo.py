@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ from lablib.launch.measure import (
     record_comms,
 )
 from lablib.launch.ranks import RankError, rank_mesh, run_ranks
-from lablib.launch.records import RankLog, read_logs
+from lablib.launch.records import RankLog, digest, read_logs
 from lablib.toys.gradient_layout import set_grad
 
 _LOOK_S = 0.01  # between two looks of the watch; nothing depends on it
@@ -519,15 +518,14 @@ class Job:
         """Take a step and log it: mean loss, norm of the gradients, work done, and a checksum of the new weights.
 
         Work is counted, 6 FLOPs for each weight and row in forward and backward: a clock would also count the time
-        that this rank waits for others. The checksum is CRC-32, in which one flipped bit always shows.
+        that this rank waits for others. The checksum is of the weights' bits.
         """
         local = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in local])).item()
         flops = 6 * self._parameters * self._rows
         optimizer.step()
-        weights = torch.cat([_local(p).detach().flatten() for p in self.model.parameters()])
-        digest = f"{zlib.crc32(weights.numpy()):08x}"
-        self.log.write("step", loss=sum(losses) / len(losses), norm=norm, flops=flops, digest=digest)
+        weights = digest(_local(p) for p in self.model.parameters())
+        self.log.write("step", loss=sum(losses) / len(losses), norm=norm, flops=flops, digest=weights)
         self._rows = 0
 
     def _count(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -3,7 +3,7 @@
 | module | exports | chapter |
 |---|---|---|
 | `batch` | `noise_scale` (a `NoiseScale`); `steps_needed`, `examples_needed`, `step_gain` of a batch; `linear_rule`, `sqrt_rule`, `noise_rule` for its learning rate; `cosine_lr`; `shuffled_place`, a shuffled order of any length that nobody keeps | 11 |
-| `failures` | `young_interval`, `daly_interval`, `best_interval` between checkpoints; `lost_share`, `lost_time`; `LLAMA3_FAILURES`, a published log | 11 |
+| `failures` | `young_interval`, `daly_interval`, `best_interval` between checkpoints; `lost_share`, `lost_time`, `restarting`; `LLAMA3_FAILURES`, a published log | 11 |
 | `goodput` | `PUBLISHED_RUNS`, each a `PublishedRun` with what the law predicts for it; `expected_ettr`, `simulate_restarts`; `RSC_FAILURES`, `RSC_MTTF_HOURS`, `mtbf_of_rate` | 14 |
 | `replica_groups` | `ReplicaGroups` that die one at a time: `group_goodput`, a `GroupGoodput`; `simulate_groups`; `checkpointed_goodput`, with `rare_restarts`; `restart_instead`, `crossover` | 14 |
 | `bill` | `plan_bill` of a layout, a `Bill`: days, GPU hours and dollars as intervals, goodput, spares (`rung plan --tokens`) | 11 |
@@ -36,6 +36,7 @@ from lablib.calc.runs.failures import (
     daly_interval,
     lost_share,
     lost_time,
+    restarting,
     young_interval,
 )
 from lablib.calc.runs.goodput import (
@@ -89,7 +90,7 @@ __all__ = [
     "expect_step", "expected_ettr", "group_goodput", "hours_text", "lab_budgets", "layout_bytes", "linear_rule",
     "link_bandwidth", "load_snapshot", "lost_share", "lost_time", "merge_intervals", "merge_traces", "mtbf_of_rate",
     "noise_rule", "noise_scale", "parse_machine", "parse_trace", "placement_rows", "plan_bill", "predicted_step",
-    "rare_restarts", "rented_minutes", "replay_snapshot", "restart_instead", "round_up", "savings_rows", "scaling_loss",
+    "rare_restarts", "rented_minutes", "replay_snapshot", "restart_instead", "restarting", "round_up", "savings_rows", "scaling_loss",
     "scaling_rows", "shuffled_place", "simulate_groups", "simulate_restarts", "split_time", "spread", "sqrt_rule",
     "step_gain", "steps_needed", "study_minutes", "young_interval",
 ]  # fmt: skip

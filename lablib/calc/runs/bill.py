@@ -22,7 +22,7 @@ Where replicas can be groups that die one at a time, the bill says what `replica
 - `SHARED`: the share of Llama 3's failures that is software, and stops all groups at once;
 - `HEARTBEAT`: after so many seconds torchft takes a group for dead (src/lighthouse.rs, heartbeat_timeout_ms at 0e0c75a);
   the others stand still for it, and do the step again;
-- `REPAIR`: a day until a broken node is back. Nobody publishes it; it counts where no spare is left.
+- `REPAIR`: a day until a broken node is back. It is assumed; it counts where no spare is left.
 """
 
 from __future__ import annotations

@@ -113,6 +113,11 @@ def lost_time(interval: float, *, cost: float, mtbf: float, restart: float = 0.0
     )
 
 
+def restarting(cost: float, mtbf: float, restart: float = 0.0) -> LostTime:
+    """Return where the time of a job goes that restarts at each failure, at its best interval between checkpoints."""
+    return lost_time(best_interval(cost, mtbf), cost=cost, mtbf=mtbf, restart=restart)
+
+
 def _check(**seconds: float) -> None:
     wrong = {name: value for name, value in seconds.items() if not value > 0}
     if wrong:

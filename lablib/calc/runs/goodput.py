@@ -19,8 +19,8 @@ from itertools import product
 
 from lablib.calc.errors import check_whole
 from lablib.calc.flops import require_positive
-from lablib.calc.runs.failures import LLAMA3_FAILURES, LostTime
-from lablib.calc.runs.replica_groups import ReplicaGroups, group_goodput, restarting
+from lablib.calc.runs.failures import LLAMA3_FAILURES, LostTime, restarting
+from lablib.calc.runs.replica_groups import ReplicaGroups, group_goodput
 
 _DAY, _MINUTE = 86_400.0, 60.0
 

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 
 from lablib.calc.errors import check_whole, must_divide
 from lablib.calc.flops import require_positive
-from lablib.calc.runs.failures import LostTime, best_interval, lost_time
+from lablib.calc.runs.failures import LostTime, restarting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +192,6 @@ def _chance(n: int, k: int, a: float) -> float:
         return float(k == n)
     count = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
     return math.exp(count + k * math.log(a) + (n - k) * math.log1p(-a))
-
-
-def restarting(cost: float, mtbf: float, restart: float = 0.0) -> LostTime:
-    """Return where the time of a job goes that restarts at each failure, at its best interval between checkpoints."""
-    return lost_time(best_interval(cost, mtbf), cost=cost, mtbf=mtbf, restart=restart)
 
 
 def restart_instead(job: ReplicaGroups, *, cost: float) -> LostTime:

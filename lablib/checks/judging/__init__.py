@@ -1,7 +1,7 @@
 """What every check is made of: a guard around the answer, readers of what it returned, a table of mistakes, a verdict.
 
     guard       loops that never end, answers that come one by one
-    values      numbers, sequences and named values of any type
+    values      numbers, sequences and named values of any type; orders of samples
     table       `compare`: cases, the truth, and what each known mistake would answer; `refuse`, `recognize`: one answer
     ranks       an answer on real ranks
     verdict     `check`: passed, not attempted or wrong, and the hints
@@ -12,10 +12,23 @@ Read `table` first.
 from lablib.checks.judging.guard import Wrong, own_line
 from lablib.checks.judging.ranks import on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
-from lablib.checks.judging.values import as_float, by_name, chosen, close, close_bytes, numbers, pair, some, whole
+from lablib.checks.judging.values import (
+    Order,
+    as_float,
+    by_name,
+    chosen,
+    close,
+    close_bytes,
+    epoch_orders,
+    numbers,
+    pair,
+    some,
+    whole,
+)
 from lablib.checks.judging.verdict import Verdict, check
 
 __all__ = [
+    "Order",
     "Row",
     "Slip",
     "Verdict",
@@ -27,6 +40,7 @@ __all__ = [
     "close",
     "close_bytes",
     "compare",
+    "epoch_orders",
     "name_the_mistake",
     "numbers",
     "on_ranks",

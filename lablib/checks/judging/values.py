@@ -1,14 +1,20 @@
-"""Read what an answer returned, whatever type it has: numbers, sequences, and values with names."""
+"""Read what an answer returned, whatever type it has: numbers, sequences, and values with names; orders to give it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any
 
 from lablib.checks.judging.guard import MOST_VALUES, Wrong
+
+Order = Callable[[int], list[int]]
+
+#: A run of some steps asks for a few epochs, or at most for one a sample.
+_MOST_EPOCHS = 20_000
 
 
 def whole(value: object, what: str = "The answer") -> int:
@@ -107,3 +113,19 @@ def as_float(value: object, what: str = "The answer") -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise Wrong(f"{what} should be a number, and is {str(value)[:200]!r}.") from None
+
+
+def epoch_orders(dice: random.Random, count: int) -> Order:
+    """Return a shuffled order for each epoch, the same whenever it is asked for, which notices a loop without end."""
+    seed, asked = dice.random(), 0
+
+    def epoch_order(epoch: int) -> list[int]:
+        nonlocal asked
+        asked += 1
+        if asked > _MOST_EPOCHS:
+            raise Wrong(f"epoch_order was called {_MOST_EPOCHS:,} times in one run: your loop does not end.")
+        samples = list(range(count))
+        random.Random(f"{seed} {whole(epoch, 'The number of an epoch')}").shuffle(samples)
+        return samples
+
+    return epoch_order

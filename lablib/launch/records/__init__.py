@@ -36,7 +36,7 @@ from lablib.launch.records.experiments import (
     utc_now,
     write_json,
 )
-from lablib.launch.records.logs import JsonLines, RankLog, read_json_lines, read_logs
+from lablib.launch.records.logs import JsonLines, RankLog, digest, read_json_lines, read_logs
 from lablib.launch.records.machine import (
     all_reduce_rates,
     compile_seconds,
@@ -71,6 +71,7 @@ __all__ = [
     "check_fields",
     "compile_seconds",
     "coverage",
+    "digest",
     "disk_rate",
     "experiments_dir",
     "git_commit",

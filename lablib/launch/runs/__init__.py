@@ -23,17 +23,7 @@ from lablib.launch.runs.real_run import (
     rate,
     what_can_be_measured,
 )
-from lablib.launch.runs.replica_groups import (
-    Blow,
-    Groups,
-    Survived,
-    Toy,
-    common_steps,
-    digest,
-    equal_weights,
-    stall,
-    storm,
-)
+from lablib.launch.runs.replica_groups import Blow, Groups, Survived, Toy, common_steps, equal_weights, stall, storm
 from lablib.launch.runs.scaling_report import (
     REAL_PARAMS,
     ScalingReport,
@@ -65,7 +55,6 @@ __all__ = [
     "compare_with",
     "describe",
     "describe_machine",
-    "digest",
     "equal_weights",
     "gpu_report",
     "kill_and_resume",

@@ -14,7 +14,6 @@ writes its log line by line, and a log survives its writer. Whatever ends the bl
 from __future__ import annotations
 
 import gc
-import hashlib
 import multiprocessing
 import os
 import random
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,11 +33,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lablib.launch.rank_server import ensure_server, no_main_module, uninterrupted
 from lablib.launch.ranks import environment, hide_gpus, leave_the_notebook, place
-from lablib.launch.records import RankLog, read_logs
+from lablib.launch.records import RankLog, digest, read_logs
 from lablib.toys.replica_groups import Job, Lighthouse, Member, train
 
 _LOOK_S = 0.02
@@ -76,11 +74,6 @@ class Toy:
             log(event, **values, **({"digest": digest(state.weights)} if state else {}))
 
         train(Member(connect, self.beat_every, self.patience), self.job, watch)
-
-
-def digest(tensors: Sequence[Tensor]) -> str:
-    """Return a checksum of some tensors: equal for equal bits, and for nothing else that one will meet."""
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lablib.launch.runs.replica_groups import digest
+from lablib.launch.records import digest
 from lablib.toys.replica_groups import Job, State
 
 
