@@ -298,7 +298,7 @@ class Symptoms:
             lines.append(f"  rank {r}: batches {self.batches[r]}")
             lines.append(f"          FLOPs of each step {self.flops[r]}")
             lines.append(f"          first weights' norm {self.weight_norms[r]:.6f}{kept}")
-            lines.append(f"          weights after each step {' '.join(self.digests[r])}")
+            lines.append(f"          weights after each step {' '.join(each[:8] for each in self.digests[r])}")
             lines.append(f"          {len(calls)} collectives: {first}{' ...' if len(calls) > 2 else ''}")
             if ended != "returned":
                 waits = f"{calls[-1][0]} {calls[-1][1]} B" if calls else "no collective"
