@@ -122,6 +122,11 @@ def test_done_when_refuses_an_answer_that_has_the_arithmetic_and_not_the_idea(ru
     assert any(name.startswith("without_the_idea") for name in planted)
 
 
+@pytest.mark.parametrize(("rung", "name"), [each for each in CHECKS if getattr(_load(each[0])[0], each[1]).kind])
+def test_what_is_written_at_work_and_a_fault_need_their_idea(rung, name):
+    assert any(defect.__name__.startswith("without_the_idea") for defect in _defects(rung).DEFECTS[name])
+
+
 @pytest.mark.parametrize(("rung", "name"), CHECKS)
 def test_an_exercise_stands_in_its_lab_and_its_solution_in_the_chapter(rung, name):
     (lab,), (chapter,) = (ROOT / "labs").glob(f"{rung[4:]}_*.ipynb"), (ROOT / "book").glob(f"{rung[4:]}_*.md")

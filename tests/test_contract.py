@@ -220,8 +220,9 @@ def problems_of_chapter(text, stem):
     hold("format_name: myst" in text.split("---")[1], "the head has jupytext's format")
     hold(re.search(r"question", start, re.I) and "?" in start, "the start asks its question")
     hold(re.search(r"what you need first", start, re.I), "the start says what you need first")
+    after = list(sections)[list(sections).index("Done when") :] if "Done when" in sections else []
     for title, section in sections.items():
-        taught = not FURNITURE.match(title)
+        taught = not FURNITURE.match(title) and title not in after  # reference stands there, folded
         box = re.search(r"(?m)^[`:]{3,}\{admonition\} Takeaway.*\n[`:]?:?class: tip", section)
         hold(box or not taught, f"section {title!r} has a boxed takeaway")
     hold(len(re.findall(r"(?m)^\s*show(?:_steps)?\(", code)) >= 2, "two figures or more are drawn")

@@ -12,7 +12,7 @@ from lablib.calc.formulas import FORMULAS, job, symbol_values
 from lablib.calc.runs import STUDY_MINUTES
 from lablib.toys.context_parallel.softmax import Partial, merge
 from lablib.toys.expert_parallel.router import load_balancing_loss
-from lablib.view.formulas import BOOK, equation, formula_sheet, rung_card
+from lablib.view.formulas import BOOK, equation, formula_sheet, rung_formulas
 from tests.tex_value import agrees, tokenized
 
 IDS = [f"{formula.label}-{formula.line}" if formula.line else formula.label for formula in FORMULAS]
@@ -132,7 +132,7 @@ def test_equations_are_evaluated(tex, value, symbols):
 
 
 @pytest.mark.parametrize("rung", STUDY_MINUTES)
-def test_every_rung_has_its_formulas_at_its_head(rung):
+def test_every_rung_has_its_minutes_at_its_head_and_its_formulas_at_its_end(rung):
     assert 4 <= sum(formula.rung == rung for formula in FORMULAS) <= 12
     text = next(BOOK.glob(f"{rung}_*.md")).read_text(encoding="utf-8")
     head = text.split("\n## ")[0]
@@ -140,6 +140,7 @@ def test_every_rung_has_its_formulas_at_its_head(rung):
     assert "**Question.**" in head
     assert "**What you need first.**" in head
     assert f'rung_card("{rung}")' in head
+    assert f'rung_formulas("{rung}")' in text.split("\n## Done when\n")[1]
 
 
 @every_formula
@@ -170,7 +171,7 @@ def test_every_displayed_equation_has_a_label(page):
 
 @pytest.mark.parametrize("rung", STUDY_MINUTES)
 def test_tables_show_every_formula(rung):
-    card, sheet = rung_card(rung).data, formula_sheet(rung).data
+    card, sheet = rung_formulas(rung).data, formula_sheet(rung).data
     for formula in FORMULAS:
         if formula.rung == rung:
             assert equation(formula) in card

@@ -209,8 +209,8 @@ def test_an_inline_number_uses_names_that_the_cells_of_its_page_bind(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
 def test_a_cell_that_shows_something_shows_its_code(path):
-    # The formulas at the head of a chapter name their functions themselves, in the sheet.
-    table = r":tags: \[remove-input\]\n(?:rung_card|formula_sheet)\(\"\d\d\"\)\n"
+    # The formulas at the end of a chapter name their functions themselves, in the sheet.
+    table = r":tags: \[remove-input\]\n(?:rung_card|rung_formulas|formula_sheet)\(\"\d\d\"\)\n"
     text = re.sub(table, "", path.read_text(encoding="utf-8"))
     # A guess would be answered by its own code; what the code computes is said with the answer.
     asking = r"(?ms)^```\{code-cell\} \w+\n:tags: \[remove-input\]\n(?=(?:(?!^```).)*^(?:guess|question)\().*?^```$"

@@ -1,4 +1,4 @@
-"""The formulas of the course as tables: at the head of each chapter, and all on one sheet."""
+"""The formulas of the course as tables: at the end of each chapter, and all on one sheet."""
 
 from __future__ import annotations
 
@@ -30,20 +30,15 @@ def _equations(page: str) -> dict[str, str]:
 
 
 def rung_card(rung: str) -> Markdown:
-    """Return the minutes of a rung and its formulas, each with a link to its derivation."""
+    """Return the minutes of a rung, with a link to the rule that counts them."""
     chapter, lab = (hours_text(minutes) for minutes in STUDY_MINUTES[rung])
+    return Markdown(f"**Time**, by a [rule](how_to_use.md#how-long-it-takes): {chapter} for the chapter, {lab} for the lab.")
+
+
+def rung_formulas(rung: str) -> Markdown:
+    """Return the formulas of a rung, each with a link to its derivation."""
     rows = [f"| {each.name} | $\\displaystyle {equation(each)}$ | {_derived(each)} |" for each in _of(rung)]
-    return Markdown(
-        "\n".join(
-            [
-                f"**Time.** {chapter} for the chapter, {lab} for the lab.",
-                "",
-                "| of this rung | formula | derived |",
-                "|---|---|---|",
-                *rows,
-            ]
-        )
-    )
+    return Markdown("\n".join(["| of this rung | formula | derived |", "|---|---|---|", *rows]))
 
 
 def formula_sheet(rung: str) -> Markdown:

@@ -1,4 +1,4 @@
-"""The formulas of the course, one list: the sheet, the head of each chapter and a test are made from it.
+"""The formulas of the course, one list: the sheet, the end of each chapter and a test are made from it.
 
     formula     what a formula has
     values      the job that the examples are computed for, and the letters of each rung's equations in it

@@ -14,6 +14,7 @@ from lablib.checks.judging.guard import MOST_LINES, Answer, Wrong, guarded, own_
 from lablib.launch.records import CHECKED, repository_root
 
 _Status = Literal["passed", "not attempted", "wrong"]
+Kind = Literal["", "work", "fault"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def check(
     section: str = "",
     line: str = "",
     lines: int = MOST_LINES,
+    kind: Kind = "",
 ) -> Callable[..., Verdict]:
     """Turn a judging function into a check that never stops the notebook.
 
@@ -87,9 +89,11 @@ def check(
         section: The heading of the section of the rung's chapter that has it.
         line: What the deciding line of code must do, in one sentence.
         lines: How many lines of Python the answer may run for one case.
+        kind: "work" for what is written at work, judged by running it; "fault" for one that is not announced, to find on
+            ranks; each rung has both.
     """
     if judge is None:
-        return functools.partial(check, idea=idea, section=section, line=line, lines=lines)
+        return functools.partial(check, idea=idea, section=section, line=line, lines=lines, kind=kind)
     hints, given = Hints(idea, section, line), 0
     rung = judge.__module__.rpartition(".")[2]
 
@@ -115,7 +119,7 @@ def check(
             given += 1
             print("Call it again for the next hint." if given < len(steps) - 1 else "Call it again for the solution.")
 
-    run.is_check, run.hints, run.hint = True, hints, hint
+    run.is_check, run.hints, run.hint, run.kind = True, hints, hint, kind
     return run
 
 
