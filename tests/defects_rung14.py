@@ -4,13 +4,14 @@
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
 
 from lablib.calc.runs import ReplicaGroups, group_goodput
+from lablib.launch.records import digest
 from tests.planted import listed
 
 
@@ -137,67 +138,103 @@ class take_part:
         return SimpleNamespace(samples=mine, weight=1.0 if mine else 0)
 
 
-def _by(log, key):
-    seen = defaultdict(dict)
-    for quorum, step, group, digest in log:
-        seen[key(quorum, step)][group] = digest
-    return seen
+def _digests(step, state):
+    return {
+        f"{kind}.{i}": digest([tensor])
+        for kind, tensors in (("weights", state.weights), ("momenta", state.momenta))
+        for i, tensor in enumerate(tensors)
+    }
 
 
-def _odd(digests):
-    count = Counter(digests.values())
-    most = count.most_common()[0][0]
-    return [group for group, digest in digests.items() if digest != most]
+def _by_tensor(order, against=None, last=False, steps=None):
+    """The group that is alone in the first tensor of this order that differs; `against` one group, or the majority."""
+
+    def answer(job):
+        found = None
+        seen = job(_digests)
+        for step in range(12):
+            there = {group: log[step] for group, log in enumerate(seen) if step in log}
+            for tensor in sorted(next(iter(there.values())), key=order):
+                count = Counter(digests[tensor] for digests in there.values())
+                if len(count) > 1 and order(tensor) is not None and (last or not found):
+                    right = there[against][tensor] if against in there else count.most_common()[0][0]
+                    odd = [group for group in there if there[group][tensor] != right]
+                    found = {"step": step, "group": odd[0], "tensor": tensor}
+                    break
+        return found
+
+    return answer
 
 
-def _first(log, decide, key=lambda quorum, step: (step, quorum), last=False):
-    found = [
-        (where[0], decide(digests))
-        for where, digests in sorted(_by(log, key).items())
-        if len(set(digests.values())) > 1
-    ]
-    return (found[-1] if last else found[0]) if found else None
+_momenta_first = lambda tensor: (tensor[0], tensor)
 
 
-class who_is_wrong:
-    def first_come(log):
-        """Whatever came first for a step and a group, in whichever quorum."""
-        seen = {}
-        for _, step, group, digest in log:
-            seen.setdefault(step, {}).setdefault(group, digest)
-        for step, digests in sorted(seen.items()):
-            if len(set(digests.values())) > 1:
-                odd = _odd(digests)
-                return step, odd[0] if 2 * len(odd) < len(digests) else None
+class find_first_wrong:
+    without_the_idea_weights_are_all = _by_tensor(lambda tensor: (tensor[0] != "w", tensor))
+    the_last_step = _by_tensor(_momenta_first, last=True)
+    group_0_is_right = _by_tensor(_momenta_first, against=0)
+    the_loss_goes_down = lambda job: None if job(lambda step, state: step) else {}
+
+    def one_of_the_majority(job):
+        found = _by_tensor(_momenta_first)(job)
+        return found and found | {"group": (found["group"] + 1) % 3}
+
+    def who_was_away(job):
+        """Healing is always the cause."""
+        seen = job(_digests)
+        (group, steps), *_ = sorted(enumerate(seen), key=lambda each: len(each[1]))
+        back = next(step for step in range(2, 12) if step in steps and step - 1 not in steps)
+        found = _by_tensor(_momenta_first)(job)
+        return found and found | {"group": group, "step": back}
+
+    def by_places_in_the_list(job):
+        """The third line of one group beside the third of another, whichever steps they took."""
+        logs = [list(log.values()) for log in job(_digests)]
+        for step, rows in enumerate(zip(*logs, strict=False)):
+            for tensor in rows[0]:
+                count = Counter(row[tensor] for row in rows)
+                if len(count) > 1:
+                    return step, [row[tensor] for row in rows].index(min(count, key=count.get)), tensor
         return None
 
-    across_quorums = lambda log: _first(log, lambda d: [*_odd(d), None][0], key=lambda quorum, step: (step,))
-    always_somebody = lambda log: _first(log, lambda d: _odd(d)[0])
-    never_somebody = lambda log: _first(log, lambda d: None)
-    one_of_the_majority = lambda log: _first(log, lambda d: next(g for g in d if g not in _odd(d)))
-    the_last_step = lambda log: _first(log, lambda d: _odd(d)[0] if 2 * len(_odd(d)) < len(d) else None, last=True)
-    all_is_well = lambda log: None
-    beside_group_0 = lambda log: _first(log, lambda d: next((g for g in d if d[g] != d.get(0, "")), None))
-
-    def right(log):
-        """Votes counted with numpy, and a pair in a list."""
-        for (step, _), digests in sorted(_by(log, lambda quorum, step: (step, quorum)).items()):
-            groups, values = zip(*digests.items(), strict=True)
-            kinds, inverse, votes = np.unique(values, return_inverse=True, return_counts=True)
-            if len(kinds) == 1:
-                continue
-            alone = np.array(groups)[inverse != votes.argmax()]
-            return [np.int64(step), alone[0] if len(alone) == 1 and len(groups) > 2 else None]
+    def the_sum_of_all_weights(job):
+        """One number for all, and then a guess at the tensor."""
+        seen = job(lambda step, state: digest([*state.momenta, *state.weights]))
+        for step in range(12):
+            there = {group: log[step] for group, log in enumerate(seen) if step in log}
+            count = Counter(there.values())
+            if len(count) > 1:
+                odd = min(count, key=count.get)
+                return step, next(group for group in there if there[group] == odd), "momenta.0"
         return None
 
-    def right_2(log):
-        """By steps and quorums, smallest first; by names."""
-        for step in sorted({s for _, s, _, _ in log}):
-            for quorum in sorted({q for q, s, _, _ in log if s == step}):
-                rows = [(g, d) for q, s, g, d in log if (q, s) == (quorum, step)]
-                singles = [g for g, d in rows if sum(d == other for _, other in rows) == 1]
-                if len({d for _, d in rows}) > 1:
-                    return {"step": step, "group": singles[0] if len(singles) == 1 and len(rows) > 2 else None}
+    def right(job):
+        """The tensors themselves come home, and numpy compares them."""
+        seen = job(lambda step, state: {
+            **{f"momenta.{i}": m.numpy().copy() for i, m in enumerate(state.momenta)},
+            **{f"weights.{i}": w.detach().numpy().copy() for i, w in enumerate(state.weights)},
+        })  # fmt: skip
+        for step in range(12):
+            there = [group for group in range(3) if step in seen[group]]
+            for tensor in seen[there[0]][step]:
+                equal = [[np.array_equal(seen[a][step][tensor], seen[b][step][tensor]) for b in there] for a in there]
+                if not np.all(equal):
+                    return np.int64(step), there[int(np.argmin(np.sum(equal, 0)))], tensor
+        return None
+
+    def right_2(job):
+        """A tensor at a time: a run for each, and at the end the first step, momenta before weights."""
+        names = [(kind, i) for kind in ("momenta", "weights") for i in range(4)]
+        found = []
+        for place, (kind, i) in enumerate(names):
+            seen = job(lambda step, state, kind=kind, i=i: getattr(state, kind)[i].double().sum().item())
+            for step in range(12):
+                sums = {group: log[step] for group, log in enumerate(seen) if step in log}
+                odd = [g for g in sums if len(sums) == 3 and list(sums.values()).count(sums[g]) == 1]
+                if odd:
+                    found.append((step, place, odd[0], f"{kind}.{i}"))
+                    break
+        return {"step": min(found)[0], "group": min(found)[2], "tensor": min(found)[3]} if found else None
 
 
 def _plan(nodes, least, node_mtbf, stall, restart, repair, save, shared, spares, size=None):
@@ -276,9 +313,9 @@ SENTENCES = {
     "by_its_own_number": "own number is not its place",
     "as_if_all_were_there": "a hole in the batch",
     "by_who_is_there": "whoever is there",
-    "always_somebody": "no vote says who is wrong",
-    "never_somebody": "it can be named",
-    "across_quorums": "compare within a quorum",
-    "the_last_step": "first step that counts",
+    "without_the_idea_weights_are_all": "momenta make the next weights",
+    "the_last_step": "differ first after step",
+    "group_0_is_right": "against the majority",
+    "the_loss_goes_down": "nothing is found",
 }
-DEFECTS, SECOND_SOLUTIONS = listed(choose_timeout, take_part, who_is_wrong, plan_groups)
+DEFECTS, SECOND_SOLUTIONS = listed(choose_timeout, take_part, find_first_wrong, plan_groups)

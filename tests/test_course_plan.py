@@ -8,6 +8,7 @@ import pytest
 
 from lablib.calc.runs import LAB_BUDGETS, RUN_GPU_LABS, STUDY_MINUTES, hours_text, rented_minutes, study_minutes
 from lablib.calc.runs.rental import BUDGET_MINUTES, GPU_LABS, SETUP_MINUTES
+from lablib.checks.answers import A_GUESS, A_PROBLEM, A_TRY, CODE, READ, STUDY, WRITE, chapter_minutes, read_lab
 from lablib.launch.records import experiments
 
 #: At home, in the folder of the course: the results land where labs and reports look for them.
@@ -70,6 +71,19 @@ def test_the_hours_of_the_tables_are_those_of_the_plan():
     assert all(hours_text(study_minutes(rung)) == total for rung, _, _, total in rows)
     readme = re.findall(r"(?m)^\| \[(\d\d) [^|]*\|[^|]*\| (\d+) min \| (\d+) min \|", _text("README.md"))
     assert {rung: (int(a), int(b)) for rung, a, b in readme} == STUDY_MINUTES
+
+
+@pytest.mark.parametrize("rung", STUDY_MINUTES)
+def test_the_minutes_of_a_rung_follow_from_the_rule(rung):
+    """To the five that they are rounded to, and five more, so that a sentence changes no table."""
+    counted = chapter_minutes(rung), read_lab(rung).minutes
+    assert all(abs(said - found) <= 7.5 for said, found in zip(STUDY_MINUTES[rung], counted, strict=True)), counted
+
+
+def test_the_rule_is_printed_as_it_counts():
+    rule = _text("book/how_to_use.md").split("The minutes follow from a rule")[1].split("\n\nIt gives")[0]
+    said = [int(number) for number in re.findall(r"\d+", rule)]
+    assert said == [STUDY, A_GUESS, A_PROBLEM, READ, CODE, A_GUESS, A_TRY, WRITE]
 
 
 def test_minutes_are_said_in_hours():

@@ -1,4 +1,4 @@
-"""The checks of rung 14: a timeout, a group's part of a step, who holds other weights, and a cluster cut into groups."""
+"""The checks of rung 14: a timeout, a group's part of a step, what is wrong first, and a cluster cut into groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
 
 from lablib.calc.runs import ReplicaGroups, group_goodput, lost_time, simulate_groups, young_interval
 from lablib.checks.judging import (
@@ -17,13 +20,15 @@ from lablib.checks.judging import (
     close,
     epoch_orders,
     numbers,
+    on_ranks,
     pair,
     refuse,
     some,
     whole,
 )
+from lablib.toys.replica_groups import Job, State
 
-__all__ = ["choose_timeout", "plan_groups", "take_part", "who_is_wrong"]
+__all__ = ["WatchedJob", "choose_timeout", "find_first_wrong", "plan_groups", "take_part", "watched_job"]
 
 
 # --- how long a silence may be ------------------------------------------------------------------------------
@@ -130,6 +135,7 @@ def _quorums(dice: random.Random, groups: int, steps: int) -> list[list[int]]:
 
 
 @check(
+    kind="work",
     idea="A step is made of the same samples whoever is there; the quorum only deals them, and each counts once.",
     section="What a quorum changes: batch, weights of the mean, order of data",
     line="Write down the next `batch` places of the endless order, take those of your place among the members, and weigh your "
@@ -238,111 +244,136 @@ def _explain_weight(
     )  # fmt: skip
 
 
-# --- who holds other weights --------------------------------------------------------------------------------
+# --- which tensor is wrong first ----------------------------------------------------------------------------
 
-#: A line of a log: the quorum's number, the step, the group, and a checksum of its weights after the step.
-Line = tuple[int, int, int, str]
+_STEPS, _GROUPS = 12, 3
+_TENSORS = 4  # weights of the toy's model, and as many momenta
 
 
-def _history(dice: random.Random, groups: int, fault: str) -> tuple[list[Line], tuple[int, Any] | None]:
-    """Return a log in the order in which lines came, and the answer.
+class _Script(NamedTuple):
+    """What happens in a job: who is away in which steps, and which tensor of which group is wrong from which step on."""
 
-    Args:
-        fault: "none"; "flip": a bit flips in one group's weights; "all": one that all get; "tie": of two groups, or of four
-            two and two.
+    away: int
+    gone: int
+    back: int
+    group: int = 0
+    step: int = 0
+    tensor: str = ""  # "weights.2", "momenta.0"; empty if all is well
+
+    @property
+    def unhealed(self) -> bool:
+        """Say whether the tensor is one that healing leaves out; otherwise a bit of it flips."""
+        return self.step == self.back
+
+
+class WatchedJob:
+    """Three groups, a process each, that train together; one is away for some steps, and heals when it is back.
+
+    Call it with `watch(step, state)`: it runs on each group after each step that the group has taken, on the toy's
+    `State`. It returns, by group, what `watch` returned for each step: `[{0: ..., 1: ...}, ...]`.
     """
-    number, lines, truth = 1, [], None
-    sound = [f"{dice.getrandbits(40):010x}" for _ in range(40)]
-    when, who = dice.randint(5, 12), dice.randrange(groups)
-    away: set[int] = set()
-    marked: dict[int, str] = {}  # group: what its bits differ by
-    for step in range(1, 21):
-        if step in (3, 15) and groups > 2:  # one dies, and comes back two steps later
-            away = {(who + 1) % groups}
-            number += 1
-        elif step in (5, 17) and away:
-            (back,), source = away, next(g for g in range(groups) if g != who and g not in away)
-            marked.pop(back, None)
-            if source in marked:
-                marked[back] = marked[source]
-            away, number = set(), number + 1
-        present = [g for g in range(groups) if g not in away]
-        if step == when and fault in ("flip", "tie"):
-            hit = [who] if fault == "flip" else dice.sample(present, len(present) // 2)
-            marked |= dict.fromkeys(hit, f"{dice.getrandbits(24):06x}")
-            truth = (step, who) if fault == "flip" else (step, None)
-        if step == when and fault == "all":
-            marked |= dict.fromkeys(range(groups), "ffffff")
-        if step == 18 and fault == "flip" and who in marked:  # somebody has started it again
-            marked.pop(who)
-            number += 1
-        order = dice.sample(present, len(present))
-        lines += [(number, step, g, sound[step] + marked.get(g, "")) for g in order]
-        if step == 10 and groups > 1:  # an error: all meet anew, and one takes the step once more, by itself
-            again = (number + 1, step, order[0], f"{dice.getrandbits(40):010x}")
-            lines.insert(len(lines) - dice.choice((0, len(order))), again)  # lines of groups come in any order
-            number += 2
-    return lines, truth
+
+    def __init__(self, script: _Script) -> None:
+        self._script = script
+
+    def __call__(self, watch: Callable[[int, State], Any]) -> list[dict[int, Any]]:
+        """Run the job under watch; it is the same each time."""
+        return on_ranks(_train_by, _GROUPS, self._script, watch)
 
 
-def _read_history(lines: Sequence[Line]) -> tuple[int, Any] | None:
-    """Return the first step after which weights differ within a quorum, and who is alone with his, by a majority."""
-    for step, number in sorted({(s, q) for q, s, _, _ in lines}):
-        seen = {group: digest for q, s, group, digest in lines if (q, s) == (number, step)}
-        count = Counter(seen.values())
-        if len(count) > 1:
-            (most, votes), *_ = count.most_common()
-            others = [group for group, digest in seen.items() if digest != most]
-            return (step, others[0]) if votes > len(seen) / 2 and len(others) == 1 else (step, None)
-    return None
+def _train_by(script: _Script, watch: Callable[[int, State], Any]) -> dict[int, Any]:
+    me, seen, state = dist.get_rank(), {}, State(Job())
+    for step in range(_STEPS):
+        there = [g for g in range(_GROUPS) if g != script.away or not script.gone <= step < script.back]
+        mine = [] if me not in there else state.job.numbers(step)[there.index(me) :: len(there)]
+        if step == script.back:
+            _heal(state, script, me)
+        gradient = state.backward(mine)[0]
+        dist.all_reduce(gradient)  # who is away adds nothing: this stands for a process group of those who are there
+        if me not in there:
+            continue
+        state.commit(gradient / state.job.batch)
+        if step == script.step and me == script.group and script.tensor and not script.unhealed:
+            _named(state, script.tensor).view(-1)[0] *= 1 + 2**-20
+        seen[step] = watch(step, state)
+    return seen
+
+
+def _heal(state: State, script: _Script, me: int) -> None:
+    flat = state.flat()
+    dist.broadcast(flat, (script.away + 1) % _GROUPS)
+    if me == script.away:
+        kept = _named(state, script.tensor).clone() if script.unhealed and script.tensor else None
+        state.load(flat, script.back, 0)
+        if kept is not None:
+            _named(state, script.tensor).copy_(kept)
+
+
+def _named(state: State, tensor: str) -> Tensor:
+    kind, _, number = tensor.partition(".")
+    return getattr(state, kind)[int(number)].detach()
+
+
+def watched_job(seed: int) -> WatchedJob:
+    """Return the job of a seed, for you to look at."""
+    return WatchedJob(_script(random.Random(seed), ("unhealed weights", "unhealed momenta", "flip", "")[seed % 4]))
+
+
+def _script(dice: random.Random, fault: str) -> _Script:
+    away, gone = dice.randrange(_GROUPS), dice.randint(2, 4)
+    back = gone + dice.randint(1, 3)
+    tensor = f"{dice.choice(('weights', 'momenta'))}.{dice.randrange(_TENSORS)}"
+    if fault == "flip":
+        return _Script(away, gone, back, dice.randrange(_GROUPS), dice.choice((1, back + 1, back + 2)), tensor)
+    if not fault:
+        return _Script(away, gone, back)
+    return _Script(away, gone, back, away, back, f"{fault.split()[1]}.{tensor[-1]}")
 
 
 @check(
-    idea="Groups of one quorum hold the same bits after each step, so that a checksum shows who does not, if most agree.",
-    section="Silent corruption: what checksums see, and what they do not",
-    line="Compare checksums within a quorum and a step; name the group that stands against a majority, and nobody at a draw.",
+    kind="fault",
+    idea="Groups that took a step together hold the same bits in everything that the next step reads; the first tensor that "
+    "differs is the cause, and what differs later follows from it.",
+    section="Healing: all states, over a link for each rank",
+    line="Compare each tensor between groups, step by step, weights and momenta; take the group that stands against the other two.",
 )
-def who_is_wrong(answer: Callable[[list[Line]], Any], seed: int = 14) -> str:
-    """Judge `who_is_wrong(log)` on logs of two to six groups, with a flipped bit in one, in all, in half of them, or in none."""
+def find_first_wrong(answer: Callable[[WatchedJob], Any], seed: int = 14) -> str:
+    """Judge `find_first_wrong(job)` on jobs of three ranks in which healing leaves a tensor out, a bit flips, or all is well."""
     dice = random.Random(seed)
-    cases = [(3, "flip"), (3, "none"), (2, "tie"), (4, "tie"), (3, "all")]
-    cases += [(dice.randint(3, 6), dice.choice(("flip", "flip", "none", "all"))) for _ in range(15)]
-    for groups, fault in cases:
-        lines, truth = _history(dice, groups, fault)
-        assert truth == _read_history(lines)
-        got = answer(list(lines))
-        case = f"{groups} groups, {len(lines)} lines"
+    faults = ["unhealed momenta", "unhealed weights", "flip", "", "unhealed momenta", "flip"]
+    for script in (_script(dice, fault) for fault in faults):
+        got = answer(WatchedJob(script))
+        truth = (script.step, script.group, script.tensor) if script.tensor else None
         if got is not None:
-            step, group = pair(got, "Return None, or a pair: the step, and the group or None.", "step", "group")
-            got = whole(step, "The step"), group if group is None else whole(group, "The group")
+            otherwise = "Return None, or a dictionary with step, group and tensor."
+            named = by_name(got, "step", "group", "tensor", otherwise=otherwise)
+            got = whole(named["step"], "The step"), whole(named["group"], "The group"), str(named["tensor"])
         if got != truth:
-            _explain_who(got, truth, lines, case)
-    return f"{len(cases)} logs: who differs is named where most agree, and nobody else."
+            _explain_first(got, truth, script)
+    return (
+        f"{len(faults)} jobs. In three healing left a tensor out, and nothing stopped. In torchft you hand the manager the two "
+        "functions that save and load a state: what they leave out, an optimizer's states, a buffer, a scaler, is not healed."
+    )
 
 
-def _explain_who(got: Any, truth: Any, lines: list[Line], case: str) -> NoReturn:
-    bare = [(1, step, group, digest) for _, step, group, digest in lines]
+def _explain_first(got: Any, truth: Any, script: _Script) -> NoReturn:
+    case = f"group {script.away} is away from step {script.gone} to {script.back - 1}"
     if truth is None:
         refuse(
             case,
-            ("All groups agree in every quorum. A group that takes a step again, in another quorum, has other samples and so "
-             "other bits: compare within a quorum", got[0] == 10),
-            ("All groups agree in every quorum, and a group is accused", True),
-        )  # fmt: skip
-    step, group = truth
-    at, accused = got or (None, None)
+            ("All three hold the same bits after every step that they took together, and a group is accused", True),
+        )
+    step, group, tensor = truth
+    at, accused, which = got or (None, None, "")
     refuse(
         case,
-        (f"After step {step} the checksums of one quorum differ, and none is reported", got is None),
-        (f"Half of the groups stand against half after step {step}: no vote says who is wrong, so the group is None",
-         group is None and at == step),
-        ("The step is right. Most groups agree and one stands alone: it can be named", accused is None and at == step),
-        ("The step is right, and the group is one of those that agree: the one against the majority is wrong", at == step),
-        ("The group is right. It is the first step that counts, not the last one: what it sent since then is suspect",
-         accused == group and at is not None and at > step),
-        (f"Somebody who takes step {at} once more in another quorum has other bits: compare within a quorum",
-         got == _read_history(bare) or at == 10),
-        (f"The checksums differ first after step {step}, and here after step {at}", True),
+        (f"After step {step} a tensor of group {group} differs, and nothing is found: losses are those of the sum, and all "
+         "groups see the same", got is None),
+        (f"The groups differ first after step {step}, not {at}: who is away has no weights of that step to compare", at != step),
+        ("The group is one of the two that agree: the one against the majority is wrong", accused != group),
+        (f"{which} differs as well, and follows: momenta make the next weights. Look at all that the next step reads",
+         tensor.startswith("momenta") and which == tensor.replace("momenta", "weights")),
+        ("Both are right, step and group; it is another tensor that differs", True),
     )  # fmt: skip
 
 

@@ -32,7 +32,9 @@ def _equations(page: str) -> dict[str, str]:
 def rung_card(rung: str) -> Markdown:
     """Return the minutes of a rung, with a link to the rule that counts them."""
     chapter, lab = (hours_text(minutes) for minutes in STUDY_MINUTES[rung])
-    return Markdown(f"**Time**, by a [rule](how_to_use.md#how-long-it-takes): {chapter} for the chapter, {lab} for the lab.")
+    return Markdown(
+        f"**Time**, by a [rule](how_to_use.md#how-long-it-takes): {chapter} for the chapter, {lab} for the lab."
+    )
 
 
 def rung_formulas(rung: str) -> Markdown:

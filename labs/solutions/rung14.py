@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 from lablib.calc.runs import ReplicaGroups, group_goodput
+from lablib.launch.records import digest
 
 
 def choose_timeout(silences, deaths, groups, heal):
@@ -25,19 +26,25 @@ def take_part(epoch_order, count, step, batch, members, me):
     return mine, len(mine) / batch
 
 
-def who_is_wrong(log):
-    """Only groups of one quorum must agree; a majority names one."""
-    seen = {}
-    for quorum, step, group, digest in log:
-        seen.setdefault((step, quorum), {})[group] = digest
-    for (step, _), digests in sorted(seen.items()):
-        count = Counter(digests.values())
-        if len(count) == 1:
-            continue
-        [(right, votes), *_] = count.most_common()
-        odd = [g for g, digest in digests.items() if digest != right]
-        sure = votes > len(digests) / 2 and len(odd) == 1
-        return step, odd[0] if sure else None
+def find_first_wrong(job):
+    """Each tensor apart, and of those of a step a momentum before weights."""
+
+    def look(step, state):
+        named = {}
+        for i in range(len(state.weights)):
+            named[f"momenta.{i}"] = digest([state.momenta[i]])
+            named[f"weights.{i}"] = digest([state.weights[i]])
+        return dict(sorted(named.items()))  # momenta before weights
+
+    seen = job(look)
+    for step in sorted(set().union(*seen)):
+        there = {g: log[step] for g, log in enumerate(seen) if step in log}
+        for tensor in next(iter(there.values())):
+            count = Counter(found[tensor] for found in there.values())
+            if len(count) > 1:
+                odd = min(count, key=count.get)
+                group = next(g for g in there if there[g][tensor] == odd)
+                return {"step": step, "group": group, "tensor": tensor}
     return None
 
 
