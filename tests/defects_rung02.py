@@ -2,121 +2,189 @@
 
 # ruff: noqa: E731
 
+import copy
 import itertools
 import types
+from contextlib import nullcontext
 from decimal import Decimal
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.planted import listed, told
 
 
-class token_losses:
-    mean_of_means = lambda micro_batches, ranks, all_reduce: [m.mean() / len(micro_batches) for m in micro_batches]
-    means_add_up = lambda micro_batches, ranks, all_reduce: [m.mean() for m in micro_batches]
-    forgets_what_ddp_divides_by = lambda micro_batches, ranks, all_reduce: _over(micro_batches, all_reduce, 1)
-    multiplies_twice = lambda micro_batches, ranks, all_reduce: _over(micro_batches, all_reduce, ranks**2)
-    sums = lambda micro_batches, ranks, all_reduce: [m.sum() for m in micro_batches]
-    sums_times_ranks = lambda micro_batches, ranks, all_reduce: [m.sum() * ranks for m in micro_batches]
-
-    def own_tokens_only(micro_batches, ranks, all_reduce):
-        """Right for one rank with accumulation; other ranks have other counts."""
-        return [m.sum() / sum(map(len, micro_batches)) for m in micro_batches]
-
-    def divides_by_micro_batches_too(micro_batches, ranks, all_reduce):
-        return _over(micro_batches, all_reduce, ranks / len(micro_batches))
-
-    def each_micro_batch_by_itself(micro_batches, ranks, all_reduce):
-        """Hangs as soon as a rank has one micro-batch more."""
-        return [m.sum() * ranks / all_reduce(len(m)) / len(micro_batches) for m in micro_batches]
-
-    def reduces_the_loss(micro_batches, ranks, all_reduce):
-        total = all_reduce(sum(map(len, micro_batches)))
-        return [torch.tensor(all_reduce(float(m.detach().sum()))) * ranks / total for m in micro_batches]
-
-    def one_loss_for_all(micro_batches, ranks, all_reduce):
-        return torch.cat(micro_batches).sum() * ranks / all_reduce(sum(map(len, micro_batches)))
-
-    def leaves_the_sum_to_others(micro_batches, ranks, all_reduce):
-        total = all_reduce(sum(map(len, micro_batches)))
-        return [m * ranks / total for m in micro_batches]
-
-    def waits_for_a_change_in_place(micro_batches, ranks, all_reduce):
-        total = torch.tensor([float(sum(map(len, micro_batches)))])
-        all_reduce(total)
-        return [m.sum() * ranks / total for m in micro_batches]
-
-    def one_call_for_each_micro_batch(micro_batches, ranks, all_reduce):
-        """Right wherever ranks have equally many."""
-        total = sum([all_reduce(len(m)) for m in micro_batches])
-        return [m.sum() * ranks / total for m in micro_batches]
-
-    def one_graph_for_all(micro_batches, ranks, all_reduce):
-        total = all_reduce(sum(map(len, micro_batches)))
-        return list(torch.stack([m.sum() for m in micro_batches]) * ranks / total)
-
-    def counts_padding_as_a_token(micro_batches, ranks, all_reduce):
-        total = all_reduce(ranks * max(map(len, micro_batches)))
-        return [m.sum() * ranks / total for m in micro_batches]
-
-    def mean_of_nothing(micro_batches, ranks, all_reduce):
-        total = all_reduce(sum(map(len, micro_batches)))
-        return [m.mean() * len(m) * ranks / total for m in micro_batches]
-
-    def a_plain_0_for_no_tokens(micro_batches, ranks, all_reduce):
-        """No backward starts on it, and the other ranks wait for this rank's all-reduce."""
-        total = all_reduce(sum(map(len, micro_batches)))
-        return [m.sum() * ranks / total if len(m) else 0.0 for m in micro_batches]
-
-    def a_leaf_for_no_tokens(micro_batches, ranks, all_reduce):
-        """Backward starts on it and reaches no parameter, so that DDP's hooks do not fire."""
-        total = all_reduce(sum(map(len, micro_batches)))
-        nothing = torch.zeros((), requires_grad=True)
-        return [m.sum() * ranks / total if len(m) else nothing for m in micro_batches]
-
-    def new_leaves(micro_batches, ranks, all_reduce):
-        """The right numbers, which remember nothing of the tokens."""
-        losses = token_losses.right(micro_batches, ranks, all_reduce)
-        return [torch.tensor(loss.item(), requires_grad=True) for loss in losses]
-
-    def divides_means_by_the_tokens(micro_batches, ranks, all_reduce):
-        total = all_reduce(sum(map(len, micro_batches)))
-        return [(m.mean() if len(m) else m.sum()) * ranks / total for m in micro_batches]
-
-    def counts_micro_batches(micro_batches, ranks, all_reduce):
-        total = all_reduce(len(micro_batches))
-        return [m.sum() * ranks / total for m in micro_batches]
-
-    def runs_backward_itself(micro_batches, ranks, all_reduce):
-        losses = token_losses.right(micro_batches, ranks, all_reduce)
-        for loss in losses:
-            loss.backward()
-        return losses
-
-    def right(micro_batches, ranks, all_reduce):
-        """Second solution: the mean count of a rank, which is what its sum is divided by."""
-        counts = torch.tensor([m.numel() for m in micro_batches], dtype=torch.float64)
-        mean_count = all_reduce(counts.sum()) / ranks
-        return tuple(m.sum().div(mean_count) for m in micro_batches)
-
-    def right_2(micro_batches, ranks, all_reduce):
-        """Third solution: means again, each with its share of the tokens, and zero where there are none."""
-        share = ranks / all_reduce(np.int64(np.sum([len(m) for m in micro_batches])))
-        return [m.mean() * len(m) * share if len(m) else m.sum() for m in micro_batches]
-
-    # The last micro-batch first: gradients add up in any order.
-    right_4 = lambda micro_batches, ranks, all_reduce: token_losses.right(micro_batches, ranks, all_reduce)[::-1]
-
-    def right_3(micro_batches, ranks, all_reduce):
-        """A product with equal weights, in one call for 1/n of the count."""
-        weight = 1 / all_reduce(torch.cat(micro_batches).numel() / ranks)
-        return [m @ torch.full_like(m, weight) for m in micro_batches]
+def _batches(sampler, data, micro_batch, accumulate):
+    batches = list(DataLoader(data, micro_batch, sampler=sampler, collate_fn=list))
+    return [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
 
 
-def _over(micro_batches, all_reduce, factor):
-    total = all_reduce(sum(map(len, micro_batches)))
-    return [m.sum() * factor / total for m in micro_batches]
+def _tokens(group):
+    return sum(len(tokens) for batch in group for tokens in batch)
+
+
+def _over_ranks(number):
+    total = torch.tensor(float(number))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _train(
+    model,
+    data,
+    epochs,
+    micro_batch,
+    accumulate,
+    lr,
+    *,
+    wrap=DistributedDataParallel,
+    sampler=DistributedSampler,
+    tell=True,
+    groups=_batches,
+    quiet=True,
+    weigh=lambda group, batch: dist.get_world_size() / _over_ranks(_tokens(group)),
+    clear=True,
+    after=lambda model: None,
+):
+    """The right loop; each of its ideas can be replaced."""
+    wrapped = wrap(model)
+    dealt, optimizer = sampler(data), torch.optim.SGD(wrapped.parameters(), lr=lr)
+    for epoch in range(epochs):
+        if tell:
+            dealt.set_epoch(epoch)
+        for group in groups(dealt, data, micro_batch, accumulate):
+            weights = [weigh(group, batch) for batch in group]
+            for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
+                with wrapped.no_sync() if quiet and i < len(group) - 1 else nullcontext():
+                    (wrapped(batch).sum() * weight).backward()
+            after(wrapped)
+            optimizer.step()
+            if clear:
+                optimizer.zero_grad()
+
+
+def _trained(**others):
+    return lambda *case: _train(*case, **others)
+
+
+def _averaged_by_hand(model, flat=True):
+    grads = [p.grad for p in model.parameters()]
+    whole = [torch.cat([g.flatten() for g in grads])] if flat else grads
+    for message in whole:
+        dist.all_reduce(message.div_(dist.get_world_size()))
+    if flat:
+        torch.nn.utils.vector_to_parameters(whole[0], grads)
+
+
+def _from_rank_0(model):
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    return model
+
+
+class train_ddp:
+    # The loop of one process, which forgets that it has siblings: it is right, n times.
+    without_the_idea_of_shares = _trained(
+        wrap=_from_rank_0,
+        quiet=False,
+        sampler=lambda data: DistributedSampler(data, 1, 0),
+        weigh=lambda group, _: 1 / _tokens(group),
+    )
+    # Shares, counts and groups are right, and nobody averages.
+    without_the_idea_of_averaging = _trained(wrap=_from_rank_0, quiet=False)
+
+    def without_the_idea_forward_beside_the_wrapper(model, *case):
+        """DDP prepares in its own forward; around it, backward sends nothing."""
+
+        class Beside(DistributedDataParallel):
+            def forward(self, batch):
+                return self.module(batch)
+
+        _train(model, *case, wrap=Beside)
+
+    every_micro_batch_leaves = _trained(quiet=False)
+
+    def leaves_forward_out_of_no_sync(model, data, epochs, micro_batch, accumulate, lr):
+        class Late(DistributedDataParallel):
+            def no_sync(self):
+                return nullcontext()
+
+        _train(model, data, epochs, micro_batch, accumulate, lr, wrap=Late)
+
+    one_message_for_each_parameter = _trained(
+        wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, flat=False)
+    )
+    replicas_start_apart = _trained(wrap=lambda model: model, quiet=False, after=_averaged_by_hand)
+    same_examples = _trained(sampler=lambda data: DistributedSampler(data, dist.get_world_size(), 0))
+    no_set_epoch = _trained(tell=False)
+    never_shuffles = _trained(sampler=lambda data: DistributedSampler(data, shuffle=False))
+    drops_the_tail = _trained(sampler=lambda data: DistributedSampler(data, drop_last=True))
+    drops_the_last_group = _trained(groups=lambda *case: [g for g in _batches(*case) if len(g) == case[3]])
+    steps_after_each = _trained(groups=lambda sampler, data, m, _: _batches(sampler, data, m, 1))
+    one_large_batch = _trained(groups=lambda sampler, data, m, k: _batches(sampler, data, m * k, 1))
+
+    mean_of_means = _trained(weigh=lambda group, batch: 1 / _tokens([batch]) / len(group))
+    means_add_up = _trained(weigh=lambda group, batch: 1 / _tokens([batch]))
+    own_tokens_only = _trained(weigh=lambda group, batch: 1 / _tokens(group))
+    forgets_what_ddp_divides_by = _trained(weigh=lambda group, batch: 1 / _over_ranks(_tokens(group)))
+    multiplies_twice = _trained(weigh=lambda group, batch: dist.get_world_size() ** 2 / _over_ranks(_tokens(group)))
+    sums = _trained(weigh=lambda group, batch: 1.0)
+    counts_micro_batches = _trained(weigh=lambda group, batch: dist.get_world_size() / _over_ranks(len(group)))
+    each_place_by_itself = _trained(
+        weigh=lambda group, batch: dist.get_world_size() / _over_ranks(_tokens([batch])) / len(group)
+    )
+    never_clears = _trained(clear=False)
+
+    def adam(model, *case):
+        """Another optimizer than the one that is asked."""
+        theirs, torch.optim.SGD = torch.optim.SGD, torch.optim.Adam
+        try:
+            _train(model, *case)
+        finally:
+            torch.optim.SGD = theirs
+
+    def never_steps(model, data, epochs, micro_batch, accumulate, lr):
+        _train(model, data, epochs, micro_batch, accumulate, 0.0)
+
+    def rank_0_trains_for_all(model, *case):
+        if dist.get_rank() == 0:
+            _train(model, *case, wrap=lambda model: model, sampler=lambda data: DistributedSampler(data, 1, 0),
+                   quiet=False, weigh=lambda group, batch: 1 / _tokens(group))  # fmt: skip
+        _from_rank_0(model)
+
+    def pads_into_one_tensor(model, data, *case):
+        padded = list(torch.nn.utils.rnn.pad_sequence(data, batch_first=True))
+        _train(model, padded, *case)
+
+    def right(model, data, epochs, micro_batch, accumulate, lr):
+        """Second solution: a share cut by hand, without padding, and the mean count of a rank."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        ddp = DistributedDataParallel(model)
+        for epoch in range(epochs):
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()[rank::ranks]
+            micro = [[data[i] for i in order[k : k + micro_batch]] for k in range(0, len(order), micro_batch)]
+            while micro:
+                group, micro = micro[:accumulate], micro[accumulate:]
+                mean_count = _over_ranks(_tokens(group)) / ranks
+                with ddp.no_sync():
+                    for batch in group[:-1]:
+                        ddp(batch).sum().div(mean_count).backward()
+                ddp(group[-1]).sum().div(mean_count).backward()
+                with torch.no_grad():
+                    for p in ddp.parameters():
+                        p -= lr * p.grad
+                        p.grad = None
+
+    # Gradients summed by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
+    right_2 = _trained(wrap=_from_rank_0, quiet=False, after=_averaged_by_hand)
+    # Counts of micro-batches one by one, and losses divided before they are added.
+    right_3 = _trained(
+        weigh=lambda group, batch: dist.get_world_size() / sum([_over_ranks(_tokens([each])) for each in group]),
+        sampler=lambda data: DistributedSampler(data, seed=7),
+    )
 
 
 def _added(held, arriving):
@@ -284,159 +352,57 @@ class all_reduce_mean:
         return result
 
 
-def _fill(indices, sizes, first, cap, keep_rest=True):
-    buckets, bucket, held = [], [], 0
-    for index in indices:
-        bucket.append(index)
-        held += sizes[index]
-        if held >= (cap if buckets else first):
-            buckets.append(bucket)
-            bucket, held = [], 0
-    return [*buckets, bucket] if bucket and keep_rest else buckets
-
-
-class make_buckets:
-    registration_order = lambda sizes, first, cap: _fill(range(len(sizes)), sizes, first, cap)
-    no_small_first_bucket = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, cap, cap)
-
-    def loses_the_half_full_bucket(sizes, first, cap):
-        return _fill(reversed(range(len(sizes))), sizes, first, cap, keep_rest=False)
-
-    def closes_before_it_overflows(sizes, first, cap):
-        buckets, bucket, held = [], [], 0
-        for index in reversed(range(len(sizes))):
-            if bucket and held + sizes[index] > (cap if buckets else first):
-                buckets.append(bucket)
-                bucket, held = [], 0
-            bucket.append(index)
-            held += sizes[index]
-        return [*buckets, bucket]
-
-    def counts_the_gradient_that_does_not_fit(sizes, first, cap):
-        """Closes at the limit, and the gradient that reaches it goes into the next bucket."""
-        return make_buckets.closes_before_it_overflows(sizes, first - 1, cap - 1)
-
-    def carries_the_surplus_on(sizes, first, cap):
-        buckets, bucket, held = [], [], 0
-        for index in reversed(range(len(sizes))):
-            bucket.append(index)
-            held += sizes[index]
-            if held >= (limit := cap if buckets else first):
-                buckets.append(bucket)
-                bucket, held = [], held - limit
-        return [*buckets, bucket] if bucket else buckets
-
-    begins_one_too_late = lambda sizes, first, cap: _fill(reversed(range(len(sizes) - 1)), sizes, first, cap)
-    one_per_gradient = lambda sizes, first, cap: [[index] for index in reversed(range(len(sizes)))]
-
-    def sizes_for_indices(sizes, first, cap):
-        return [[sizes[i] for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
-
-    last_bucket_first = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, cap)[::-1]
-    one_for_all = lambda sizes, first, cap: [list(reversed(range(len(sizes))))]
-
-    def full_only_beyond_the_limit(sizes, first, cap):
-        return _fill(reversed(range(len(sizes))), sizes, first + 1, cap + 1)
-
-    small_limit_for_all = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, first, first)
-
-    def counts_from_the_back(sizes, first, cap):
-        """Positions in the order of backward, not indices into `sizes`."""
-        order = _fill(reversed(range(len(sizes))), sizes, first, cap)
-        return [[len(sizes) - 1 - i for i in bucket] for bucket in order]
-
-    def counts_from_one(sizes, first, cap):
-        return [[i + 1 for i in bucket] for bucket in _fill(reversed(range(len(sizes))), sizes, first, cap)]
-
-    an_empty_bucket_first = lambda sizes, first, cap: [[], *_fill(reversed(range(len(sizes))), sizes, first, cap)]
-
-    def counts_on_after_the_first_bucket(sizes, first, cap):
-        buckets, held = [[]], 0
-        for index in reversed(range(len(sizes))):
-            if held >= (cap if len(buckets) > 1 else first):
-                buckets.append([])
-            buckets[-1].append(index)
-            held += sizes[index]
-        return buckets
-
-    limits_swapped = lambda sizes, first, cap: _fill(reversed(range(len(sizes))), sizes, cap, first)
-    cut_from_the_front = lambda sizes, first, cap: _fill(range(len(sizes)), sizes, first, cap)[::-1]
-
-    def never_ends(sizes, first, cap):
-        held = 0
-        while held < sum(sizes) + cap:
-            held += sum(sizes[:0])
-        return []
-
-    def right_2(sizes, first, cap):
-        """Third solution: where backward stands after each gradient, and indices that ascend inside a bucket."""
-        ends = list(itertools.accumulate(reversed(sizes)))
-        buckets, done, limit, start = [], 0, first, 0
-        for position, end in enumerate(ends):
-            if end - done >= limit or position == len(sizes) - 1:
-                buckets.append(sorted(len(sizes) - 1 - k for k in range(start, position + 1)))
-                done, limit, start = end, cap, position + 1
-        return buckets
-
-    def right_3(sizes, first, cap):
-        """Arrays in a tuple, from a stack of what is left."""
-        left, buckets = list(enumerate(sizes)), []
-        while left:
-            bucket, held = [], 0
-            while left and held < (cap if buckets else first):
-                index, size = left.pop()
-                bucket.append(index)
-                held += size
-            buckets.append(np.array(bucket))
-        return tuple(buckets)
-
-    def right(sizes, first, cap):
-        """Second solution: cut off the first bucket, then do the rest."""
-        if not sizes:
-            return []
-        taken = 0
-        while taken < len(sizes) and sum(sizes[len(sizes) - taken :]) < first:
-            taken += 1
-        rest = len(sizes) - taken
-        return [[*reversed(range(rest, len(sizes)))], *make_buckets.right(sizes[:rest], cap, cap)]
-
-
 def _bottleneck(
-    params, grad_bytes, tokens, ranks, flops, bandwidth, *, sent=1.0, seconds=1.0, backward=1.0, exposed=None
+    params,
+    grad_bytes,
+    tokens,
+    micro_batches,
+    ranks,
+    flops,
+    bandwidth,
+    *,
+    sent=1.0,
+    seconds=1.0,
+    compute=1.0,
+    exposed=None,
 ):
     """The right answer, times a factor for each of its parts; `exposed` is a function of the two times."""
     sent *= 2 * (ranks - 1) / ranks * params * grad_bytes
-    communication, backward = seconds * sent / bandwidth, backward * 4 * params * tokens / flops
+    communication, backward = seconds * sent / bandwidth, 4 * params * tokens / flops
     left = (exposed or (lambda c, b: max(0.0, c - b)))(communication, backward)
     return {
         "bytes_sent": sent,
         "communication": communication,
-        "backward": backward,
         "exposed": left,
+        "step": compute * 1.5 * backward * micro_batches + left,
         "hides": left <= 0,
     }
 
 
 class ddp_bottleneck:
-    sends_the_gradient_once = lambda *case: _bottleneck(*case, sent=case[3] / max(1, 2 * (case[3] - 1)))
-    bytes_grow_with_ranks = lambda *case: _bottleneck(*case, sent=case[3])
+    sends_the_gradient_once = lambda *case: _bottleneck(*case, sent=case[4] / max(1, 2 * (case[4] - 1)))
+    bytes_grow_with_ranks = lambda *case: _bottleneck(*case, sent=case[4])
     counts_parameters = lambda *case: _bottleneck(*case, sent=1 / case[1])
-    waits_for_every_rank_in_turn = lambda *case: _bottleneck(*case, seconds=case[3])
+    waits_for_every_rank_in_turn = lambda *case: _bottleneck(*case, seconds=case[4])
     bandwidth_of_both_directions = lambda *case: _bottleneck(*case, seconds=1 / 2)
     bits_for_bytes = lambda *case: _bottleneck(*case, seconds=8)
     hides_behind_the_whole_step = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, c - 1.5 * b))
-    nothing_overlaps = lambda *case: _bottleneck(*case, exposed=lambda c, b: c)
+    # Bytes and seconds are right, and communication begins when backward has ended.
+    without_the_idea_of_overlap = lambda *case: _bottleneck(*case, exposed=lambda c, b: c)
     negative_exposure = lambda *case: _bottleneck(*case, exposed=lambda c, b: c - b)
-    six_flops_backward = lambda *case: _bottleneck(*case, backward=6 / 4)
-    divides_the_tokens_again = lambda *case: _bottleneck(*case, backward=1 / case[3])
+    forgets_forward = lambda *case: _bottleneck(*case, compute=4 / 6)
+    divides_the_tokens_again = lambda *case: _bottleneck(*case, compute=1 / case[4])
+    computes_one_micro_batch = lambda *case: _bottleneck(*case, compute=1 / case[3])
+    sends_every_micro_batch = lambda *case: _bottleneck(*case, sent=case[3])
+    # Bytes, seconds and the break-even are right; gradients are final in the last micro-batch alone.
+    without_the_idea_what_hides_it = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, c - case[3] * b))
+    adds_what_hides = told(
+        _bottleneck, lambda found: found | {"step": found["step"] - found["exposed"] + found["communication"]}
+    )
+    steps_that_never_wait = told(_bottleneck, lambda found: found | {"step": found["step"] - found["exposed"]})
     # All numbers are right, and what hides is what always hid: eight ranks in a node.
     without_the_idea_where_the_bottleneck_is = told(_bottleneck, lambda found, ranks: found | {"hides": ranks <= 8})
 
-    # Bytes and seconds are right, and communication begins when backward has ended.
-    without_the_idea_of_overlap = told(
-        _bottleneck,
-        lambda found: found | {"exposed": found["communication"], "hides": found["communication"] < found["backward"]},
-    )
     says_yes_or_no = told(_bottleneck, lambda found: found | {"hides": "yes" if found["hides"] else "no"})
     all_or_nothing = lambda *case: _bottleneck(*case, exposed=lambda c, b: c if c > b else 0.0)
     a_share_of_the_communication = lambda *case: _bottleneck(
@@ -453,16 +419,17 @@ class ddp_bottleneck:
     backward_minus_communication = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, b - c))
     hides_the_wrong_way_round = told(_bottleneck, lambda found: found | {"hides": not found["hides"]})
 
-    def right_2(params, grad_bytes, tokens, ranks, flops, bandwidth):
+    def right_2(params, grad_bytes, tokens, micro_batches, ranks, flops, bandwidth):
         """Third solution: from the number of tokens that hides everything, in numpy's numbers."""
         sent = np.float64(params) * grad_bytes * (2 - 2 / ranks)
         backward = 4 * np.float64(params) * tokens / flops
         enough = grad_bytes * flops / bandwidth * (ranks - 1) / ranks / 2
+        exposed = np.maximum(0, backward * (enough / tokens - 1))
         return {
             "bytes_sent": sent,
             "communication": sent / bandwidth,
-            "backward": backward,
-            "exposed": np.maximum(0, backward * (enough / tokens - 1)),
+            "exposed": exposed,
+            "step": exposed + 6 * np.float64(params) * tokens * micro_batches / flops,
             "hides": np.bool_(tokens >= enough),
         }
 
@@ -471,135 +438,218 @@ class ddp_bottleneck:
     # In decimals, which no float is added to.
     right_4 = lambda *case: {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
 
-    def right(params, grad_bytes, tokens, ranks, flops, bandwidth):
-        """Second solution: walk the ring step by step instead of using the closed form."""
+    def right(params, grad_bytes, tokens, micro_batches, ranks, flops, bandwidth):
+        """Second solution: walk the ring and the micro-batches step by step instead of using the closed form."""
         chunk = params * grad_bytes / ranks
         sent = sum(chunk for _ in range(ranks - 1)) + sum(chunk for _ in range(ranks - 1))
         seconds = sent / bandwidth
-        layers = (params * 2 * tokens / flops, params * 2 * tokens / flops)  # input and weight gradients
-        hidden = min(seconds, sum(layers))
+        clock = 0.0
+        for _ in range(micro_batches):
+            clock += 2 * params * tokens / flops
+            final = clock  # backward begins
+            clock += 4 * params * tokens / flops
+        step = max(clock, final + seconds)
         return {
             "bytes_sent": sent,
             "communication": seconds,
-            "backward": sum(layers),
-            "exposed": seconds - hidden,
-            "hides": not seconds > sum(layers),
+            "exposed": step - clock if seconds > clock - final else 0.0,
+            "step": step,
+            "hides": not seconds > 4 * params * tokens / flops,
         }
 
 
-HEALTHY, SUMMED, STARTS, SAME, EPOCH = (
-    "healthy",
-    "gradients summed instead of averaged",
-    "replicas start from different weights",
-    "same data on every rank",
-    "set_epoch is missing",
-)
+def _sum_of_own(job, weigh, first=lambda odd: odd[0], seen=lambda step, model, batch: None):
+    """What `find_fault` asks, with another way to weigh; `weigh(used, columns)` returns weights, or None if all is well."""
+    odd = []
+
+    def look(step, model, batch):
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                (own,) = torch.autograd.grad(job.loss(model, batch), p)
+                of_ranks = [torch.empty_like(own) for _ in range(job.ranks)]
+                dist.all_gather(of_ranks, own)
+                weights = weigh(p.grad.flatten(), torch.stack([g.flatten() for g in of_ranks], dim=1))
+                if weights is not None:
+                    odd.append((name, step, weights))
+
+    job.train(look)
+    return first(odd) if odd else None
 
 
-def _starts(charts):
-    return any(not chart.weights[0].equal(charts[0].weights[0]) for chart in charts)
+def _solved(used, columns):
+    weights = torch.linalg.lstsq(columns, used[:, None]).solution.flatten()
+    return weights.tolist() if (weights - 1 / len(weights)).abs().max() > 0.01 else None
 
 
-def _same(charts):
-    return all(chart.samples == charts[0].samples for chart in charts)
+def _by_length(used, columns):
+    n = columns.shape[1]
+    factor = float(used.norm() / columns.mean(1).norm())
+    return [factor / n] * n if abs(factor - 1) > 0.01 else None
 
 
-def _summed(charts, alone):
-    return charts[0].gradient_norms[0] > 1.5 * alone.gradient_norms[0]
+def _replicas(job, of="weights"):
+    """Compare weights or gradients between ranks, and say that nobody averaged what differs."""
+    odd = []
+
+    def look(step, model, batch):
+        for name, p in model.named_parameters():
+            mine = p.detach() if of == "weights" else p.grad
+            if mine is None:
+                continue
+            of_ranks = [torch.empty_like(mine) for _ in range(job.ranks)]
+            dist.all_gather(of_ranks, mine)
+            if any(not each.allclose(mine) for each in of_ranks):
+                odd.append((name, step, [float(r == dist.get_rank()) for r in range(job.ranks)]))
+
+    job.train(look)
+    return odd[0] if odd else None
 
 
-def _epoch(charts):
-    return charts[0].samples[0] == charts[0].samples[1]
+class find_fault:
+    # Checksums over ranks, the usual alarm: they say nothing where all replicas are wrong alike.
+    without_the_idea_replicas_compared = lambda job: _replicas(job, "gradients")
+    without_the_idea_weights_compared = lambda job: _replicas(job)
+    # The factor is right, and not whose gradients are in it.
+    without_the_idea_only_lengths = lambda job: _sum_of_own(job, _by_length)
+    says_healthy = lambda job: None
+    trusts_the_loss = lambda job: (
+        None if (losses := job.train())[-1] < losses[0] else ("0.weight", 0, [1.0] * job.ranks)
+    )
+
+    def names_what_is_unfrozen(job):
+        """What changes is suspicious, and in a healthy job right."""
+        frozen, odd = set(), []
+
+        def look(step, model, batch):
+            for name, p in model.named_parameters():
+                if not p.requires_grad:
+                    frozen.add(name)
+                elif name in frozen and not odd:
+                    odd.append((name, step, [float(r == dist.get_rank()) for r in range(job.ranks)]))
+
+        job.train(look)
+        return odd[0] if odd else None
+
+    def names_the_largest_gradient(job):
+        odd = []
+
+        def look(step, model, batch):
+            norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
+            odd.append((max(norms, key=norms.get), step, [1.0] * job.ranks))
+
+        job.train(look)
+        return odd[0]
+
+    answers_a_table = lambda job: ("0.weight", 1, [1.0, 0.0, 0.0, 0.0])
+    when_it_is_last_seen = lambda job: _sum_of_own(job, _solved, first=lambda odd: odd[-1])
+    from_the_beginning = lambda job: found and (found[0], 0, found[2]) if (found := find_fault.right(job)) else None
+
+    def rank_0_answers_for_all(job):
+        found = [find_fault.right(job)]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    def another_name_on_each_rank(job):
+        found = find_fault.right(job)
+        return found and (["0.weight", "0.bias", "2.weight", "2.bias"][dist.get_rank()], *found[1:])
+
+    shares_of_one = lambda job: (f := find_fault.right(job)) and (*f[:2], [w / sum(f[2]) for w in f[2]])
+    the_weights_upside_down = lambda job: (f := find_fault.right(job)) and (*f[:2], [1 - w for w in f[2]])
+
+    def right(job):
+        """Second solution: normal equations in numpy, and the difference from the mean first."""
+
+        def weigh(used, columns):
+            G, y = columns.numpy(), used.numpy()
+            if np.allclose(G.mean(1), y):
+                return None
+            return np.linalg.solve(G.T @ G, G.T @ y)
+
+        return _sum_of_own(job, weigh)
+
+    def right_2(job):
+        """Third solution: one process knows all batches, but not a replica's weights, so a copy of each is gathered."""
+        history = []
+
+        def look(step, model, batch):
+            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            history.append((copy.deepcopy(model.state_dict()), grads, batch))
+
+        job.train(look)
+        kept = [None] * job.ranks
+        dist.all_gather_object(kept, history)
+        model = torch.nn.Sequential(*_layers(history[0][0]))
+        for step, (_, used, _) in enumerate(history):
+            own = []
+            for weights, _, batch in (of_rank[step] for of_rank in kept):
+                model.load_state_dict(weights)
+                model.zero_grad()
+                job.loss(model, batch).backward()
+                own.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            for name, grad in used.items():
+                columns = torch.stack([each[name].flatten() for each in own], dim=1)
+                if weights := _solved(grad.flatten(), columns):
+                    return [name, float(step), tuple(weights)]
+        return None
+
+    def right_3(job):
+        """Hypotheses: each sum that the ranks could have formed is tried, whole ranks in or out, divided by any number."""
+
+        def weigh(used, columns):
+            n = columns.shape[1]
+            for members in itertools.product((0.0, 1.0), repeat=n):
+                for by in range(1, n + 1):
+                    row = torch.tensor(members, dtype=columns.dtype) / by
+                    if (columns @ row).allclose(used):
+                        return row.tolist() if row.ne(1 / n).any() else None
+            return None
+
+        return _sum_of_own(job, weigh)
 
 
-class diagnose:
-    trusts_the_loss = lambda charts, alone: HEALTHY if charts[0].losses[-1] < charts[0].losses[0] else SUMMED
-
-    def looks_at_rank_0_only(charts, alone):
-        if _epoch(charts[:1]):
-            return EPOCH
-        return SUMMED if _summed(charts, alone) else HEALTHY
-
-    def compares_norms_between_ranks(charts, alone):
-        """After the all-reduce every rank has the same norm, right or wrong."""
-        if _starts(charts):
-            return STARTS
-        if _same(charts):
-            return SAME
-        if _epoch(charts):
-            return EPOCH
-        return SUMMED if any(c.gradient_norms != charts[0].gradient_norms for c in charts) else HEALTHY
-
-    def compares_epochs_as_sets(charts, alone):
-        """Over all ranks every epoch has the same samples, in whatever order."""
-        if _starts(charts):
-            return STARTS
-        if _same(charts):
-            return SAME
-        epochs = [{index for chart in charts for step in chart.samples[e] for index in step} for e in (0, 1)]
-        if epochs[0] == epochs[1]:
-            return EPOCH
-        return SUMMED if _summed(charts, alone) else HEALTHY
-
-    def takes_different_losses_for_different_weights(charts, alone):
-        """Ranks with different samples have different losses; that is how it should be."""
-        if any(chart.losses != charts[0].losses for chart in charts):
-            return STARTS
-        if _same(charts):
-            return SAME
-        return EPOCH if _epoch(charts) else HEALTHY
-
-    def right(charts, alone):
-        """Second solution: count distinct samples, follow the weights, and let each witness veto."""
-        ranks = len(charts)
-        distinct = {i for chart in charts for step in chart.samples[0] for i in step}
-        taken = sum(len(step) for chart in charts for step in chart.samples[0])
-        repeats = charts[-1].samples[0][0] == charts[-1].samples[-1][0]
-        drift = max(float((chart.weights[-1] - charts[0].weights[-1]).abs().max()) for chart in charts)
-        factor = round(charts[0].gradient_norms[0] / alone.gradient_norms[0])
-        found = {
-            SAME: len(distinct) < taken,
-            EPOCH: repeats,
-            STARTS: drift > 0,
-            SUMMED: factor == ranks and len(distinct) == taken and drift == 0,
-        }
-        guilty = [name for name, yes in found.items() if yes]
-        return guilty[0] if guilty else HEALTHY
-
-    def right_2(charts, alone):
-        """Third solution: one table of what holds, and the first thing that does not."""
-        first = np.stack([chart.weights[0].numpy() for chart in charts])
-        samples = np.array([chart.samples for chart in charts])  # rank, epoch, step, sample
-        norms = np.array([charts[0].gradient_norms[0], alone.gradient_norms[0]])
-        holds = {
-            STARTS: np.ptp(first, axis=0).max() == 0,
-            SAME: len(np.unique(samples[:, 0])) == samples[:, 0].size,
-            EPOCH: (samples[:, 0] != samples[:, 1]).any(),
-            SUMMED: norms[0] < 1.2 * norms[1],
-        }
-        return next((name for name, held in holds.items() if not held), HEALTHY)
+def _layers(state):
+    shapes = [state[name].shape for name in state if name.endswith("weight")]
+    for i, (rows, columns) in enumerate(shapes):
+        yield torch.nn.Linear(columns, rows, dtype=torch.float64)
+        if i < len(shapes) - 1:
+            yield torch.nn.Tanh()
 
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "without_the_idea_where_the_bottleneck_is": "`hides` says whether",
+    "without_the_idea_of_shares": "take the same examples", "without_the_idea_of_averaging": "no gradient leaves it",
+    "without_the_idea_forward_beside_the_wrapper": "through the wrapped model", "every_micro_batch_leaves": "times a step",
+    "leaves_forward_out_of_no_sync": "DDP decides in forward", "one_message_for_each_parameter": "one for each parameter",
+    "replicas_start_apart": "weights of its own", "same_examples": "take the same examples", "no_set_epoch": "`set_epoch`",
+    "never_shuffles": "let it shuffle", "drops_the_tail": "are in no step", "drops_the_last_group": "neither dropped",
+    "steps_after_each": "after every micro-batch", "one_large_batch": "at most", "mean_of_means": "mean of means",
+    "means_add_up": "add up", "own_tokens_only": "a rank with few of them", "forgets_what_ddp_divides_by": "n times too little",
+    "multiplies_twice": "n times too much", "sums": "Nothing is divided", "counts_micro_batches": "that of micro-batches",
+    "each_place_by_itself": "same place on other ranks", "never_clears": "still there: clear", "adam": "plain SGD",
+    "never_steps": "No weight has changed", "rank_0_trains_for_all": "trained on nothing", "pads_into_one_tensor": "as they are",
+    "without_the_idea_replicas_compared": "a comparison between ranks cannot see it",
+    "without_the_idea_weights_compared": "one step later", "without_the_idea_only_lengths": "its direction says",
+    "says_healthy": "they part", "names_what_is_unfrozen": "This job is healthy", "when_it_is_last_seen": "the first step is",
+    "from_the_beginning": "the fault begins later", "rank_0_answers_for_all": "the rank that runs you",
+    "another_name_on_each_rank": "name different parameters", "the_weights_upside_down": "steps with the ranks' own",
+    "without_the_idea_where_the_bottleneck_is": "`hides` says whether", "without_the_idea_what_hides_it": "only this one can hide",
     "without_the_idea_of_overlap": "as if nothing overlapped", "all_or_nothing": "All or nothing",
     "a_share_of_the_communication": "not a share", "gradients_always_fp32": "and not 4",
     "two_mistakes": "There is another mistake beside it",
     "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
     "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
-    "hides_behind_the_whole_step": "behind backward only", "nothing_overlaps": "as if nothing overlapped",
-    "negative_exposure": "cannot be negative", "six_flops_backward": "4 of the 6 FLOPs",
+    "hides_behind_the_whole_step": "behind backward only",
+    "negative_exposure": "cannot be negative", "forgets_forward": "Forward computes too",
     "divides_the_tokens_again": "already the share of one rank", "one_half_of_the_all_reduce": "one half of an all-reduce",
     "the_whole_step_is_exposed": "the length of an overlapped step", "bits_sent": "Bytes, not bits",
     "counts_what_arrives_too": "count what it sends", "the_part_that_hides": "the part that hides",
     "backward_minus_communication": "The other way round", "hides_the_wrong_way_round": "`hides` says whether",
-    "says_yes_or_no": "True or False", "a_leaf_for_no_tokens": "without tokens has no graph", "new_leaves": "lost its graph",
-    "divides_its_own_chunk_and_stops": "that is a reduce-scatter", "fills_up_with_its_own_chunk": "that is a reduce-scatter",
-    "gather_adds": "The all-gather adds", "no_all_gather": "that is a reduce-scatter",
-    "counts_the_gradient_that_does_not_fit": "still goes in", "carries_the_surplus_on": "starts at zero",
-    "begins_one_too_late": "Begin with the last",
+    "says_yes_or_no": "True or False", "computes_one_micro_batch": "all of its micro-batches",
+    "sends_every_micro_batch": "leave once a step", "adds_what_hides": "What hides is not added",
+    "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "that is a reduce-scatter",
+    "fills_up_with_its_own_chunk": "that is a reduce-scatter", "gather_adds": "The all-gather adds",
+    "no_all_gather": "that is a reduce-scatter",
 }  # fmt: skip
 
-DEFECTS, SECOND_SOLUTIONS = listed(token_losses, all_reduce_mean, make_buckets, ddp_bottleneck, diagnose)
+DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

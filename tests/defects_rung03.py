@@ -39,11 +39,7 @@ class _Around(torch.autograd.Function):
 
 _same = lambda x, group: x.view_as(x)
 _summed_everywhere = lambda x, group: _summed(x, None)
-
-
-def _in_place(x, group):
-    dist.all_reduce(x, group=group)
-    return x
+_mean = lambda x, group: _summed(x, group) / group.size()
 
 
 def copy_to_tp(x, group):
@@ -56,47 +52,25 @@ def reduce_from_tp(x, group):
     return _Around.apply(x, group, _summed, _same)
 
 
-class enter_columns:
-    def the_functions_of_the_course(x, group):
-        from lablib.toys.tensor_parallel import copy_to_tp as of_the_course
+def _entering(x, group):
+    """No Function: a hook on a view of x."""
+    seen = x.view_as(x)
+    seen.register_hook(lambda grad: _summed(grad, group))
+    return seen
 
-        return of_the_course(x, group)
 
-    forgets_backward = lambda x, group: x.view_as(x)
-    # The gradient of the sum x + layer(x) is one tensor, which both paths read.
-    changes_what_it_is_given = lambda x, group: _Around.apply(x, group, _same, _in_place)
-    sums_twice = lambda x, group: copy_to_tp(copy_to_tp(x, group), group)
-    averages = lambda x, group: _Around.apply(x, group, _same, lambda grad, g: _summed(grad, g) / g.size())
-    sums_forward_too = lambda x, group: _Around.apply(x, group, _summed, _summed)
-    g_in_place_of_f = lambda x, group: reduce_from_tp(x, group)
-    over_the_whole_job = lambda x, group: _Around.apply(x, group, _same, _summed_everywhere)
+def _entering_in_two(x, group):
+    """A reduce-scatter and an all-gather are an all-reduce, for the same bytes."""
 
-    # Right, for more bytes than a sum takes.
-    gathers_all_gradients = lambda x, group: _Around.apply(x, group, _same, lambda z, g: sum(_pieces_of_all(z, g)))
+    def both(grad, g):
+        flat = grad.flatten()
+        part = flat.new_empty(len(flat) // g.size())
+        reduce_scatter(part, flat, group=g)
+        total = torch.empty_like(flat)
+        all_gather(total, part, group=g)
+        return total.view_as(grad)
 
-    def a_hook_on_x_itself(x, group):
-        """Sums the path around the layer too."""
-        x.register_hook(lambda grad: _summed(grad, group))
-        return x * 1
-
-    def right(x, group):
-        """No Function: a hook on a view of x."""
-        entering = x.view_as(x)
-        entering.register_hook(lambda grad: _summed(grad, group))
-        return entering
-
-    def right_2(x, group):
-        """A reduce-scatter and an all-gather are an all-reduce, for the same bytes."""
-
-        def both(grad, g):
-            flat = grad.flatten()
-            part = flat.new_empty(len(flat) // g.size())
-            reduce_scatter(part, flat, group=g)
-            total = torch.empty_like(flat)
-            all_gather(total, part, group=g)
-            return total.view_as(grad)
-
-        return _Around.apply(x, group, _same, both)
+    return _Around.apply(x, group, _same, both)
 
 
 def _pieces_of_all(tensor, group):
@@ -105,34 +79,9 @@ def _pieces_of_all(tensor, group):
     return pieces
 
 
-class leave_rows:
-    forgets_the_sum = lambda part, group: part * 1.0
-    backward_sums_again = lambda part, group: _Around.apply(part, group, _summed, _summed)
-    averages = lambda part, group: reduce_from_tp(part, group) / group.size()
-    divides_the_gradient = lambda part, group: _Around.apply(part, group, _summed, lambda grad, g: grad / g.size())
-
-    def sum_on_rank_0(part, group):
-        def forward(x, g):
-            total = x.clone()
-            dist.reduce(total, group_dst=0, group=g)
-            return total if g.rank() == 0 else x.clone()
-
-        return _Around.apply(part, group, forward, _same)
-
-    def fetches_every_part(part, group):
-        """Right, for more bytes than a sum takes."""
-        others = [p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank()]
-        return part + sum(others)
-
-    loses_autograd = lambda part, group: _summed(part, group)
-    over_the_whole_job = lambda part, group: _Around.apply(part, group, _summed_everywhere, _same)
-    # The other ranks' parts are a constant for autograd.
-    right = lambda part, group: part + (_summed(part, group) - part.detach())
-
-    def right_2(part, group):
-        """In place: backward of the sum is nothing, so autograd need not know of it."""
-        dist.all_reduce(part, group=group)
-        return part
+def _fetched(part, group):
+    """The sum of parts, for more bytes than it takes."""
+    return part + sum(p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank())
 
 
 def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True, cut=_mine):
@@ -146,9 +95,15 @@ def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce
 class split_mlp:
     forgets_f = lambda *case: _half(*case, enter=_same)
     forgets_g = lambda *case: _half(*case, leave=_same)
-    backward_of_g_sums = lambda *case: _half(*case, leave=leave_rows.backward_sums_again)
+    backward_of_g_sums = lambda *case: _half(*case, leave=lambda y, group: _Around.apply(y, group, _summed, _summed))
+    averages_the_parts = lambda *case: _half(*case, leave=lambda y, group: reduce_from_tp(y, group) / group.size())
+    averages_the_gradient = lambda *case: _half(*case, enter=lambda x, group: _Around.apply(x, group, _same, _mean))
+    g_in_place_of_f = lambda *case: _half(*case, enter=lambda x, group: reduce_from_tp(x, group))
+    fetches_every_part = lambda *case: _half(*case, leave=_fetched)
 
-    over_the_whole_job = lambda *case: _half(*case, leave=leave_rows.over_the_whole_job)
+    over_the_whole_job = lambda *case: _half(
+        *case, leave=lambda y, group: _Around.apply(y, group, _summed_everywhere, _same)
+    )
     counts_the_ranks_of_the_job = lambda *case: _half(*case, cut=lambda size, group: _mine(size, None))
     f_twice = lambda x, *others: _half(copy_to_tp(x, others[-1]), *others)
     bias_in_every_part = lambda *case: _half(*case, after=False)
@@ -226,9 +181,10 @@ class split_mlp:
     def right(x, up, up_bias, down, down_bias, group):
         """Every t-th inner value in place of a block, matrices on the other side, the sum a constant for autograd."""
         mine = slice(group.rank(), None, group.size())
-        entering = enter_columns.right(x, group)
+        entering = _entering(x, group)
         inner = (entering @ up[mine].T + up_bias[mine]).clamp_min(0)
-        return leave_rows.right(inner @ down[:, mine].T, group) + down_bias
+        part = inner @ down[:, mine].T
+        return part + (_summed(part, group) - part.detach()) + down_bias
 
     def right_4(x, up, up_bias, down, down_bias, group):
         """Value by value, the ReLU as a mask of its own values, f and g of the course."""
@@ -257,123 +213,10 @@ class split_mlp:
     def right_2(x, up, up_bias, down, down_bias, group):
         """Chunks; in-place g; f from a reduce-scatter and an all-gather; the bias added on rank 0 for its value."""
         t, r = group.size(), group.rank()
-        inner = F.relu(F.linear(enter_columns.right_2(x, group), up.chunk(t)[r], up_bias.chunk(t)[r]))
+        inner = F.relu(F.linear(_entering_in_two(x, group), up.chunk(t)[r], up_bias.chunk(t)[r]))
         part = F.linear(inner, down.chunk(t, dim=1)[r])
         dist.all_reduce(part, group=group)
         return torch.add(down_bias, part)
-
-
-def _stack(part, group):
-    return torch.cat(_pieces_of_all(part, group), dim=1)
-
-
-def _cut_sum(full, group):
-    """This rank's tokens of the sum, along dim 1."""
-    stacked = torch.cat(full.chunk(group.size(), dim=1))
-    part = stacked.new_empty(len(full), full.shape[1] // group.size(), *full.shape[2:])
-    reduce_scatter(part, stacked, group=group)
-    return part
-
-
-def _own(full, group):
-    return full.chunk(group.size(), dim=1)[group.rank()].clone()
-
-
-def _zeros_around(part, group):
-    pieces = [torch.zeros_like(part) for _ in range(group.size())]
-    pieces[group.rank()] = part
-    return torch.cat(pieces, dim=1)
-
-
-class gather_tokens:
-    cuts_without_a_sum = lambda part, group: _Around.apply(part, group, _stack, _own)
-    averages = lambda part, group: _Around.apply(part, group, _stack, lambda grad, g: _cut_sum(grad, g) / g.size())
-    over_the_whole_job = lambda part, group: _Around.apply(part, group, _stack, lambda z, g: _own(_summed(z, None), g))
-
-    def stacks_along_dim_0(part, group):
-        """What the collective returns, viewed in the right shape: sequences are mixed."""
-
-        def forward(x, g):
-            full = x.new_empty(len(x), g.size() * x.shape[1], *x.shape[2:])
-            all_gather(full.view(-1, *x.shape[1:]), x, group=g)
-            return full
-
-        return _Around.apply(part, group, forward, _cut_sum)
-
-    reversed_ranks = lambda *case: _Around.apply(*case, lambda x, g: torch.cat(_pieces_of_all(x, g)[::-1], 1), _cut_sum)
-    # Right, with an all-reduce where a reduce-scatter will do.
-    sums_all_and_cuts = lambda part, group: _Around.apply(part, group, _stack, lambda z, g: _own(_summed(z, g), g))
-
-    def right(part, group):
-        """Zeros of this rank's own, a constant from the others, and f around both."""
-        full = _stack(part.detach(), group)
-
-        def cut(grad):
-            return _zeros_around(_cut_sum(grad, group), group)
-
-        mine = part.repeat(1, group.size(), 1) * 1.0
-        held = mine - mine.detach() + full
-        held.register_hook(cut)
-        return held
-
-    def right_2(part, group):
-        """Backward as an all-to-all of pieces, added here."""
-
-        def undo(grad, g):
-            outgoing = [piece.contiguous() for piece in grad.chunk(g.size(), dim=1)]
-            incoming = [torch.empty_like(outgoing[0]) for _ in outgoing]
-            sends = [dist.isend(p, group_dst=r, group=g) for r, p in enumerate(outgoing) if r != g.rank()]
-            for r, into in enumerate(incoming):
-                if r != g.rank():
-                    dist.recv(into, group_src=r, group=g)
-            for send in sends:
-                send.wait()
-            incoming[g.rank()] = outgoing[g.rank()]
-            return sum(incoming)
-
-        return _Around.apply(part, group, _stack, undo)
-
-
-class scatter_tokens:
-    cuts_without_a_sum = lambda partial, group: _Around.apply(partial, group, _own, _stack)
-    averages = lambda partial, group: _Around.apply(partial, group, lambda x, g: _cut_sum(x, g) / g.size(), _stack)
-
-    def whole_sequences(partial, group):
-        """Cuts along dim 0, where the collective cuts."""
-
-        def forward(x, g):
-            flat = _summed(x, g).flatten(0, 1)
-            return flat.chunk(g.size())[g.rank()].view(len(x), -1, x.shape[-1]).clone()
-
-        return _Around.apply(partial, group, forward, _stack)
-
-    zeros_in_backward = lambda partial, group: _Around.apply(partial, group, _cut_sum, _zeros_around)
-
-    backward_sums = lambda partial, group: _Around.apply(partial, group, _cut_sum, lambda z, g: _stack(z, g) * g.size())
-    # Right, at twice the bytes.
-    an_all_reduce_cut = lambda partial, group: _Around.apply(
-        partial, group, lambda x, g: _own(_summed(x, g), g), _stack
-    )
-
-    def right(partial, group):
-        """A list of pieces, and a hook that puts all gradients together."""
-        pieces = [piece.detach().contiguous() for piece in partial.chunk(group.size(), dim=1)]
-        total = torch.empty_like(pieces[0])
-        dist.reduce_scatter(total, pieces, group=group)
-        entering = partial.view_as(partial)
-        entering.register_hook(lambda grad: _stack(_own(grad, group), group))
-        return _own(entering, group) + (total - _own(partial.detach(), group))
-
-    def right_2(partial, group):
-        """A reduce to each rank in turn; gathered in backward."""
-
-        def forward(x, g):
-            pieces = [piece.clone() for piece in x.chunk(g.size(), dim=1)]
-            for rank, piece in enumerate(pieces):
-                dist.reduce(piece, group_dst=rank, group=g)
-            return pieces[g.rank()]
-
-        return _Around.apply(partial, group, forward, _stack)
 
 
 def _rows(heads, width):
@@ -512,133 +355,234 @@ class split_qkv:
         ]
 
 
-def _pieces(logits, targets, first, highest):
-    shifted = logits - highest.unsqueeze(-1)
-    mine = (targets >= first) & (targets < first + logits.shape[-1])
-    column = (targets - first).where(mine, 0)
-    return shifted, shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1) * mine
+_columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.w1", "mlp.w3")
+_rows_of = ("attn.wo", "mlp.w2")
 
 
-def _highest(logits, group):
-    highest = logits.detach().amax(-1)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    return highest
+def _once(layout):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    return PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate())
 
 
-def split_loss(logits, targets, first, group, highest=_highest, leave=reduce_from_tp):
-    shifted, target = _pieces(logits, targets, first, highest(logits, group))
-    return leave(shifted.exp().sum(-1), group).log() - leave(target, group)
+def _plan(layers="*", left_out=(), tokens=False, column=None, row=None, **others):
+    """The plan of the course, or with sequence parallelism, less some modules and with other styles for some."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    stream = Shard(1) if tokens else Replicate()
+    half = dict.fromkeys(("attn", "mlp"), _once(stream))
+    half |= dict.fromkeys(_columns, column or ColwiseParallel())
+    half |= dict.fromkeys(_rows_of, row or RowwiseParallel(output_layouts=stream))
+    half |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True))
+    ends = {"tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
+    ends["out"] = ColwiseParallel(input_layouts=stream, use_local_output=False)
+    if tokens:
+        half |= dict.fromkeys(("ln1", "ln2"), SequenceParallel(use_local_output=True))
+        ends["last"] = SequenceParallel()
+    whole = ends | {f"layers.{layers}.{name}": style for name, style in half.items() if name not in left_out}
+    return {name: style for name, style in (whole | others).items() if name not in left_out}
 
 
-class cross_entropy:
-    def the_loss_of_the_course(logits, targets, first, group):
-        from lablib.toys.tensor_parallel import vocab_parallel_cross_entropy
+def _styles():
+    import torch.distributed.tensor.parallel as styles
+    from torch.distributed.tensor import Replicate, Shard
 
-        return vocab_parallel_cross_entropy(logits, targets, first, group)
+    return styles, Replicate(), Shard
 
-    def own_words_only(logits, targets, first, group):
-        """The ordinary softmax of each rank's part; the target's owner tells the others."""
-        inner, target = _pieces(logits, targets, first, logits.detach().amax(-1))
-        mine = (targets >= first) & (targets < first + logits.shape[-1])
-        return reduce_from_tp((inner.exp().sum(-1).log() - target) * mine, group)
 
-    over_the_whole_job = lambda *case: split_loss(*case, leave=leave_rows.over_the_whole_job)
-    adds_the_logs = lambda z, targets, first, group: reduce_from_tp(
-        torch.logsumexp(z, -1) - _pieces(z, targets, first, 0 * z[:, 0])[1], group
+class write_plan:
+    without_the_idea_an_empty_plan = lambda model: {}
+
+    def without_the_idea_tokens_and_no_weights(model):
+        """Splits the stream, and no matrix."""
+        styles, _, _ = _styles()
+        return {"layers.*.attn.q_norm": styles.SequenceParallel(sequence_dim=2, use_local_output=True)}
+
+    def without_the_idea_gathers_after_each_layer(model):
+        styles, replicate, _ = _styles()
+        gathered = styles.ColwiseParallel(output_layouts=replicate)
+        full_input = styles.RowwiseParallel(input_layouts=replicate)
+        return _plan(column=gathered, row=full_input, left_out=("attn.q_norm", "attn.k_norm"))
+
+    def without_the_idea_columns_everywhere(model):
+        """Each layer by its outputs, gathered behind it: what every matrix can be."""
+        styles, replicate, _ = _styles()
+        gathered = styles.ColwiseParallel(output_layouts=replicate)
+        return _plan(column=gathered, row=gathered, left_out=("attn.q_norm", "attn.k_norm"))
+
+    one_layer_only = lambda model: _plan(layers="0")
+
+    def names_of_another_model(model):
+        styles, _, _ = _styles()
+        return _plan(left_out=("attn.wq",)) | {"layers.*.attention.q": styles.ColwiseParallel()}
+
+    no_dict = lambda model: list(_plan().items())
+    # Right in its numbers: q, k, v, w1 and w3 sum the gradient of their input each.
+    each_reader_sums = lambda model: _plan(left_out=("attn", "mlp"))
+
+    def each_reader_gathers(model):
+        styles, _, shard = _styles()
+        return _plan(tokens=True, column=styles.ColwiseParallel(input_layouts=shard(1)), left_out=("attn", "mlp"))
+
+    # They run, and nothing tells.
+    forgets_the_norm_of_heads = lambda model: _plan(left_out=("attn.q_norm", "attn.k_norm"))
+    forgets_a_norm_of_tokens = lambda model: _plan(left_out=("ln2",), tokens=True)
+
+    def local_logits(model):
+        styles, _, _ = _styles()
+        return _plan(out=styles.ColwiseParallel())
+
+    def gathers_the_logits(model):
+        styles, replicate, _ = _styles()
+        return _plan(out=styles.ColwiseParallel(output_layouts=replicate))
+
+    def rows_before_columns(model):
+        styles, replicate, _ = _styles()
+        rows = styles.RowwiseParallel(input_layouts=replicate)
+        return _plan(column=rows, row=styles.ColwiseParallel(output_layouts=replicate))
+
+    def rows_that_take_full_inputs(model):
+        """The local columns are taken for all of the input, and cut again."""
+        styles, replicate, _ = _styles()
+        return _plan(row=styles.RowwiseParallel(input_layouts=replicate))
+
+    right = lambda model: _plan(tokens=True)
+
+    def right_2(model):
+        """Every module by its own name, found by what it is; heads stay a DTensor through attention."""
+        styles, replicate, _ = _styles()
+        plan = {"tok": styles.RowwiseParallel(input_layouts=replicate)}
+        for name, module in model.named_modules():
+            end = name.rpartition(".")[2]
+            if end in ("attn", "mlp"):
+                plan[name] = _once(replicate)
+            elif end in ("q_norm", "k_norm"):
+                plan[name] = styles.SequenceParallel(sequence_dim=2, use_local_output=True)
+            elif isinstance(module, torch.nn.Linear):
+                rows = end in ("wo", "w2")
+                plan[name] = styles.RowwiseParallel() if rows else styles.ColwiseParallel(use_local_output=end != "out")
+        return plan
+
+    def right_3(model):
+        """The norm hands the gathered tokens on, in place of the half taking them."""
+        styles, replicate, _ = _styles()
+
+        class Gathering(styles.SequenceParallel):
+            def _apply(self, module, mesh):
+                super()._apply(module, mesh)
+                module.register_forward_hook(lambda _, inputs, y: y.redistribute(placements=[replicate]))
+                return module
+
+        return _plan(tokens=True, left_out=("attn", "mlp")) | dict.fromkeys(
+            ("layers.*.ln1", "layers.*.ln2"), Gathering()
+        )
+
+
+def _seen(job, model):
+    """Outputs in the order of forward, gradients of inputs in the order of backward."""
+    seen = []
+    for name, module in model.named_modules():
+        if "." in name:
+            module.register_forward_hook(lambda m, x, y, n=name: seen.append(((n, "forward"), y.detach())))
+            module.register_full_backward_hook(lambda m, into, out, n=name: seen.append(((n, "backward"), into[0])))
+    loss = job.loss(model)
+    loss.backward()
+    return seen, loss.item()
+
+
+def _differences(job, group):
+    """How far this rank is off, by place and relative to one process."""
+    (whole, loss), (mine, here) = _seen(job, job.whole()), _seen(job, job.split(group))
+    found = {}
+    for (place, truth), (_, value) in zip(whole, mine, strict=True):
+        if truth.shape != value.shape:
+            truth = truth.chunk(group.size(), -1)[group.rank()]
+        found[place] = ((value - truth).norm() / truth.norm()).item()
+    return found, abs(here - loss) / loss
+
+
+def _of_all(mine, group):
+    found = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _finding(pick=lambda places: places[0], above=1e-3, ways=("forward", "backward"), ranks=None):
+    def answer(job, group):
+        found = _of_all(_differences(job, group)[0], group)
+        places = [p for p in found[0] if p[1] in ways and any(off[p] > above for off in found)]
+        if not places:
+            return None
+        place = pick(places) if pick != max else max(places, key=lambda p: found[0][p])
+        return *place, ranks or [r for r, off in enumerate(found) if off[place] > above]
+
+    return answer
+
+
+class find_fault:
+    without_the_idea_all_is_well = lambda job, group: None
+    without_the_idea_always_the_same = lambda job, group: ("1.inner", "forward", [0, 1])
+
+    def without_the_idea_asks_the_check(job, group):
+        from lablib.checks.rung03 import _drawn
+
+        kind, place, odd = _drawn(job.seed)
+        if not kind:
+            return None
+        module = f"{place}.{'norm' if kind == 'own copy' else 'inner'}"
+        return module, "backward" if "back" in kind else "forward", [odd] if kind == "own copy" else [0, 1]
+
+    def without_the_idea_the_loss_alone(job, group):
+        """The loss of the first step is right where only gradients are not."""
+        return None if _differences(job, group)[1] < 1e-5 else _finding()(job, group)
+
+    def between_ranks_alone(job, group):
+        """Ranks that agree are taken for right."""
+        seen = dict(_seen(job, job.split(group))[0])
+        alike = {(n, w): v for (n, w), v in seen.items() if w == "forward" and n.endswith(("norm", "down"))}
+        all_of = _of_all(alike, group)
+        for place in all_of[0]:
+            if (all_of[0][place] - all_of[1][place]).norm() > 1e-3 * all_of[0][place].norm():
+                return *place, [1]
+        return None
+
+    forward_alone = _finding(ways=("forward",))
+    gradients_first = _finding(ways=("backward",))
+    to_the_last_digit = _finding(above=0)
+    too_coarse = _finding(above=0.5)
+    each_rank_for_itself = lambda job, group: next(
+        ((*place, [group.rank()]) for place, off in _differences(job, group)[0].items() if off > 1e-3), None
     )
-    shifts_the_sum_alone = lambda *case: split_loss(*case) - _highest(case[0], case[3])
-    no_maximum = lambda *case: split_loss(*case, highest=lambda logits, group: torch.zeros_like(logits[:, 0]))
-    a_maximum_for_each_rank = lambda *case: split_loss(*case, highest=lambda logits, group: logits.detach().amax(-1))
+    the_largest_difference = _finding(pick=max)
+    the_last_one = _finding(pick=lambda places: [p for p in places if p[1] == places[0][1]][-1])
+    all_ranks_always = _finding(ranks=[0, 1])
+    right = _finding(above=1e-4)
 
-    def gathers_the_logits(logits, targets, first, group):
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-        dist.all_gather(sizes, torch.tensor([logits.shape[-1]]), group=group)
-        widest = max(int(size) for size in sizes)
-        mine = F.pad(logits.detach().T, (0, 0, 0, widest - logits.shape[-1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(parts, mine, group=group)
-        pieces = [part[: int(size)].T for part, size in zip(parts, sizes, strict=True)]
-        pieces[group.rank()] = logits
-        return F.cross_entropy(torch.cat(pieces, dim=-1), targets, reduction="none")
-
-    def gathers_the_logits_two_columns_at_a_time(logits, targets, first, group):
-        """The same bytes in small messages."""
-        widest = torch.tensor([logits.shape[-1]])
-        dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
-        rows = F.pad(logits.detach(), (0, int(widest) - logits.shape[-1]), value=float("-inf")).T.contiguous()
-        for two in rows.split(2):
-            _pieces_of_all(two, group)
-        return split_loss(logits, targets, first, group)
-
-    def keeps_the_target_to_itself(logits, targets, first, group):
-        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
-        return reduce_from_tp(shifted.exp().sum(-1), group).log() - target
-
-    def backward_sums_the_losses(logits, targets, first, group):
-        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
-        total = copy_to_tp(reduce_from_tp(shifted.exp().sum(-1), group), group)
-        return total.log() - copy_to_tp(reduce_from_tp(target, group), group)
-
-    def gradient_through_the_maximum(*case):
-        def highest(logits, group):
-            own = logits.amax(-1) * 1.0
-            return own + (_summed(own, group, dist.ReduceOp.MAX) - own.detach())
-
-        return split_loss(*case, highest=highest)
-
-    def right(logits, targets, first, group):
-        """Second solution: log-sum-exp of the ranks' log-sum-exps, and the gradient written by hand."""
-        z = logits.detach()
-        each = torch.empty(group.size(), len(targets), dtype=z.dtype)
-        own = torch.logsumexp(z, dim=-1)
-        each.zero_()[group.rank()] = own
-        dist.all_reduce(each, group=group)
-        total = torch.logsumexp(each, dim=0)
-        one_hot = targets.unsqueeze(-1) == torch.arange(first, first + z.shape[-1])
-        target = (z * one_hot).sum(-1)
-        dist.all_reduce(target, group=group)
-        softmax = (z - total.unsqueeze(-1)).exp() - one_hot.to(z.dtype)
-        return _Gradient.apply(logits, softmax, total - target)
-
-    def right_2(logits, targets, first, group):
-        """Third solution: two sums in one in-place message, which autograd need not see."""
-        shifted, target = _pieces(logits, targets, first, _highest(logits, group))
-        both = torch.stack((shifted.exp().sum(-1), target))
-        dist.all_reduce(both, group=group)
-        return both[0].log() - both[1]
+    def right_2(job, group):
+        """By name, and the module found by what goes in and comes out."""
+        found = _of_all(_differences(job, group)[0], group)
+        off = [(place, r) for place in found[0] for r in range(len(found)) if found[r][place] > 1e-2]
+        if not off:
+            return None
+        (name, way), _ = off[0]
+        return {"way": way, "module": name, "ranks": {r for place, r in off if place == off[0][0]}}
 
 
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, softmax, loss):
-        ctx.save_for_backward(softmax)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None
-
-
-DEFECTS, SECOND_SOLUTIONS = listed(
-    enter_columns, leave_rows, split_mlp, gather_tokens, scatter_tokens, split_qkv, cross_entropy
-)
+DEFECTS, SECOND_SOLUTIONS = listed(split_mlp, split_qkv, write_plan, find_fault)
 
 SENTENCES = {
     "over_the_whole_job": "A collective runs over all ranks of the job",
     "counts_the_ranks_of_the_job": "The part is counted over the ranks of the whole job",
     "its_own_rank_of_the_job": "The part is counted over the ranks of the whole job",
-    "shifts_the_sum_alone": "The target's logit is not shifted",
-    "adds_the_logs": "The ranks' logs are added",
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
     "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
     "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
     "no_gradient_through_the_sum": "no gradient gets through the sum",
-    "the_functions_of_the_course": "the course's own function",
-    "the_loss_of_the_course": "the course's own function",
     "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
     "without_the_idea_rank_0_alone": "on rank 0 12 of the 12 rows of `up` have a gradient",
     "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
-    "gathers_the_logits_two_columns_at_a_time": "The logits themselves cross the wire",
     "without_the_idea_no_copy_is_summed": "its gradient is off by ",
     "without_the_idea_every_rank_sums": "which holds other key heads",
     "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
@@ -646,5 +590,28 @@ SENTENCES = {
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
     "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist",
+    "fetches_every_part": "a rank sends",
+    "without_the_idea_an_empty_plan": "Nothing is split: each rank holds all",
+    "without_the_idea_tokens_and_no_weights": "Nothing is split",
+    "without_the_idea_gathers_after_each_layer": "what leaves the columns is what the rows want",
+    "one_layer_only": "holds all of `layers.1.attn.wq.weight`",
+    "names_of_another_model": "`layers.*.attention.q` names no module",
+    "each_reader_sums": "sums the gradient of it by itself",
+    "each_reader_gathers": "share one gather",
+    "forgets_the_norm_of_heads": "only a part of the gradient of `layers.0.attn.q_norm.weight`",
+    "forgets_a_norm_of_tokens": "only a part of the gradient of `layers.0.ln2.weight`",
+    "local_logits": "plain tensors of 24 columns",
+    "gathers_the_logits": "The logits are gathered",
+    "without_the_idea_all_is_well": "You find nothing in a job",
+    "without_the_idea_always_the_same": "of a job that is healthy",
+    "without_the_idea_the_loss_alone": "You find nothing in a job",
+    "without_the_idea_asks_the_check": "This asks the check",
+    "forward_alone": "backward has faults of its own",
+    "to_the_last_digit": "of a job that is healthy",
+    "each_rank_for_itself": "Ranks say different things",
+    "between_ranks_alone": "You find nothing in a job",
+    "the_last_one": "its inputs are wrong already",
+    "all_ranks_always": "compare each rank's values",
+    "gradients_first": "The fault is in forward",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
 }

@@ -2,129 +2,21 @@
 
 # ruff: noqa: E731
 
-from collections import deque, namedtuple
-from fractions import Fraction
+import copy
+from collections import deque
 from itertools import count, repeat
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
-from lablib.calc.schedules import interleaved, one_f_one_b, schedule, simulate, to_csv, zb_h1
+from lablib.calc.schedules import Action, one_f_one_b, to_csv, zb_h1
 from tests.planted import listed, told
 from tests.scripts import load
 
 _solution = load("labs/solutions/rung04.py")
-
-
-_Bubbles = namedtuple("_Bubbles", "over_ideal over_total")
-
-
-def _both(shares):
-    """Return an answer from both shares of the idle time: `shares(p, m, v)`."""
-    return lambda p, m, v: dict(zip(("over_ideal", "over_total"), shares(p, m, v), strict=True))
-
-
-class bubbles:
-    names_exchanged = _both(lambda p, m, v: ((p - 1) / (v * m + p - 1), (p - 1) / (v * m)))
-    one_bubble_for_both = _both(lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (v * m)))
-    p_boundaries = _both(lambda p, m, v: (p / (v * m), p / (v * m + p)))
-    forgets_interleaving = _both(lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)))
-    more_stages_more_bubble = _both(lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))))
-    utilisation_for_bubble = _both(lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)))
-    naive_bubble = _both(lambda p, m, v: (p - 1, (p - 1) / p))
-    divides_the_share_by_v = _both(lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v))
-    in_percent = _both(lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)))
-    idle_over_all_slots_of_all_ranks = _both(lambda p, m, v: ((p - 1) / (v * m * p), (p - 1) / (p * (v * m + p - 1))))
-    counts_all_stages_as_ranks = _both(lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)))
-    fills_and_drains_twice = _both(lambda p, m, v: (2 * (p - 1) / (v * m), 2 * (p - 1) / (v * m + 2 * (p - 1))))
-    idle_of_all_ranks = _both(lambda p, m, v: (p * (p - 1) / (v * m), p * (p - 1) / (v * m + p - 1)))
-    to_two_digits = _both(lambda p, m, v: (round((p - 1) / (v * m), 2), round((p - 1) / (v * m + p - 1), 2)))
-
-    def right(p, m, v):
-        """Add up a step of unit times on one rank."""
-        work = 3 * m
-        makespan = work + 3 * (p - 1) / v
-        return {"over_ideal": makespan / work - 1, "over_total": 1 - work / makespan}
-
-    def right_2(p, m, v):
-        """Run it on paper."""
-        step = simulate(interleaved(p, m, v))
-        return {"over_ideal": Fraction(step.bubble_over_ideal), "over_total": np.float64(step.bubble_over_total)}
-
-    def right_3(p, m, v):
-        """One bubble from the other: shares of the same idle time."""
-        over_total = (p - 1) / (v * m + p - 1)
-        return {"over_total": over_total, "over_ideal": over_total / (1 - over_total), "note": "no other key matters"}
-
-    def right_4(p, m, v):
-        """A named tuple; the way down by recursion."""
-        down = lambda i: down(i - 1) + 1 / v if i else 0
-        return _Bubbles(down(p - 1) / m, down(p - 1) / (m + down(p - 1)))
-
-
-def _held(name, p, m, v):
-    if name == "interleaved":
-        return [min(m * v, 2 * (p - 1 - i) + p * (v - 1) + 1) / v for i in range(p)]
-    return {"naive": [1] * p, "gpipe": [m] * p, "1f1b": [min(m, p - i) for i in range(p)]}[name]
-
-
-def _but(other, held):
-    """Return an answer that is right but for one schedule, for which it is `held(p, m, v)`."""
-    return lambda name, p, m, v: held(p, m, v) if name == other else _held(name, p, m, v)
-
-
-class in_flight:
-    p_on_every_rank = _but("1f1b", lambda p, m, v: [min(m, p)] * p)
-    last_rank_holds_most = _but("1f1b", lambda p, m, v: [min(m, i + 1) for i in range(p)])
-    more_than_there_are = _but("1f1b", lambda p, m, v: [p - i for i in range(p)])
-    warmup_without_the_one_at_work = _but("1f1b", lambda p, m, v: [min(m, p - 1 - i) for i in range(p)])
-    interleaved_like_plain = _but("interleaved", lambda p, m, v: [min(m, p - i) for i in range(p)])
-    counts_stages_as_whole = lambda name, p, m, v: [count * v for count in _held(name, p, m, v)]
-    gpipe_holds_what_1f1b_holds = _but("gpipe", lambda p, m, v: _held("1f1b", p, m, v))
-    naive_on_rank_0_alone = _but("naive", lambda p, m, v: [1] + [0] * (p - 1))
-    naive_holds_all = _but("naive", lambda p, m, v: _held("gpipe", p, m, v))
-    first_rank_of_interleaved_less_one_each = _but(
-        "interleaved", lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)]
-    )
-    one_warm_up_forward_for_each_hop = _but(
-        "interleaved", lambda p, m, v: [min(m * v, p - 1 - i + p * (v - 1) + 1) / v for i in range(p)]
-    )
-    yields_without_end = lambda name, p, m, v: count()
-    in_whole_micro_batches = lambda name, p, m, v: [round(held) for held in _held(name, p, m, v)]
-
-    def right(name, p, m, v):
-        """How many forwards a rank runs before its first backward; then one out, one in."""
-        before = {
-            "naive": lambda i: 1,
-            "gpipe": lambda i: m,
-            "1f1b": lambda i: p - 1 - i + 1,
-            "interleaved": lambda i: (v - 1) * p + 2 * (p - 1 - i) + 1,
-        }[name]
-        held = []
-        for i in range(p):
-            count = 0
-            for _ in range(m * v):
-                if count < before(i):
-                    count += 1
-            held.append(count / v)
-        return held
-
-    def right_2(name, p, m, v):
-        """Count along the schedule."""
-        most = []
-        for actions in schedule(name, p, m, v).ranks:
-            changes = np.cumsum([1 if action.kind == "F" else -1 for action in actions])
-            most.append(max(changes) / v)
-        return np.array(most)
-
-    def right_3(name, p, m, v):
-        """From the last rank up, a generator of fractions."""
-        step = {"1f1b": 1, "interleaved": Fraction(2, v)}.get(name, 0)
-        last = {"gpipe": m, "interleaved": Fraction(p * (v - 1) + 1, v)}.get(name, 1)
-        return (float(min(m, last + step * (p - 1 - i))) for i in range(p))
-
-    # A dictionary of ranks, the last rank first.
-    right_4 = lambda name, p, m, v: {i: _held(name, p, m, v)[i] for i in reversed(range(p))}
 
 
 def _rows(p, m, warmups):
@@ -193,16 +85,7 @@ class one_f_one_b_schedule:
         _plain, lambda rows: [" ".join(f"{a[:2]}{int(a[2:]) + 1}" for a in row.split()) for row in rows]
     )
     ranks_without_order = told(_plain, lambda rows: set(rows))
-    counts_for_rows = lambda p, m: [2 * m] * p
     one_stage_for_all = lambda p, m: [" ".join(f"0{kind}{k}" for k in range(m) for kind in "FB")] * p
-
-    def never_ends(p, m):
-        row, forwards = [], 0
-        while len(row) < 2 * m:
-            if forwards < m:
-                row.append(f"0F{forwards}")
-                forwards += 1
-        return [row] * p
 
     def right(p, m):
         """Hold at most min(m, p - i); at the limit go backward, below it forward."""
@@ -223,38 +106,8 @@ class one_f_one_b_schedule:
     right_2 = lambda p, m: to_csv(one_f_one_b(p, m))
 
     def right_3(p, m):
-        """Backwards before forwards where both can run, micro-batches from the last to the first, one text."""
-        lines = []
-        for i in range(p):
-            warmup = min(m, p - i)
-            row = [f"{i}F{m - 1 - k}" for k in range(warmup)]
-            for k in range(m):
-                row.append(f"{i}B{m - 1 - k}")
-                row += [f"{i}F{m - 1 - k - warmup}"] * (k + warmup < m)
-            lines.append(f"rank {i}: " + ", ".join(row))
-        return "\n".join(lines)
-
-    def right_4(p, m):
         """A chart: ranks in a dictionary, tuples of cells with idle slots."""
         return {i: (None,) * i + tuple(row.split()) for i, row in enumerate(_plain(p, m))}
-
-    def right_5(p, m):
-        """Search: whoever can go backward does; tuples of stage, kind and micro-batch, yielded."""
-        done, rows = [[0, 0] for _ in range(p)], [[] for _ in range(p)]
-        while any(backwards < m for _, backwards in done):
-            for i in reversed(range(p)):
-                forwards, backwards = done[i]
-                if backwards < forwards and (i == p - 1 or done[i + 1][1] > backwards):
-                    rows[i].append((i, "B", backwards))
-                    done[i][1] += 1
-                elif forwards < m and forwards - backwards < p - i and (i == 0 or done[i - 1][0] > forwards):
-                    rows[i].append((i, "F", forwards))
-                    done[i][0] += 1
-        return (iter(row) for row in rows)
-
-    def right_6(p, m):
-        """A text with the numbers of the ranks in front, and bars between the actions."""
-        return "\n".join(f"Rank {i}: " + row.replace(" ", " | ") for i, row in enumerate(_plain(p, m)))
 
 
 def _halves(p, m, warmups, late):
@@ -270,31 +123,8 @@ def _halves(p, m, warmups, late):
     return rows
 
 
-def _greedy(p, m, order):
-    """Fill unit slots: each rank runs the first of the kinds in `order` that it can."""
-    ends, rows, count = {}, [[] for _ in range(p)], [dict.fromkeys("FIW", 0) for _ in range(p)]
-    slot = 0
-    while any(c["W"] < m for c in count):
-        started = []
-        for i, c in enumerate(count):
-            gradient = i == p - 1 or ends.get(("I", i + 1, c["I"]), slot + 1) <= slot
-            value = i == 0 or ends.get(("F", i - 1, c["F"]), slot + 1) <= slot
-            can = {
-                "F": c["F"] < m and c["F"] - c["I"] < p - i and c["F"] - c["W"] < p and value,
-                "I": c["I"] < c["F"] and gradient,
-                "W": c["W"] < c["I"],
-            }
-            if kind := next((kind for kind in order if can[kind]), None):
-                started.append((kind, i, c[kind]))
-                rows[i].append(f"{i}{kind}{c[kind]}")
-                c[kind] += 1
-        slot += 1
-        ends |= dict.fromkeys(started, slot)
-    return [" ".join(row) for row in rows]
-
-
 class beat_1f1b:
-    plain_1f1b = lambda p, m: _plain(p, m)
+    without_the_idea_plain_1f1b = lambda p, m: _plain(p, m)
     twice_the_warmup = lambda p, m: _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
     all_weights_at_the_end = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: m)
     weights_before_inputs = told(_plain, lambda rows: [_halved(row, "W", "I") for row in rows])
@@ -303,10 +133,7 @@ class beat_1f1b:
     # As PyTorch's CSV, the halves of each backward beside each other.
     right = told(_plain, lambda rows: [_halved(row, "I", "W").replace(" ", ",") for row in rows])
 
-    # Slot by slot: a gradient first, then a forward, and weights while nothing else can run.
-    right_2 = lambda p, m: _greedy(p, m, "IFW")
-
-    def right_3(p, m):
+    def right_2(p, m):
         """Split the last backward alone on each rank but the first: the way up is then no longer than with all split."""
         rows = []
         for i, row in enumerate(_plain(p, m)):
@@ -315,33 +142,235 @@ class beat_1f1b:
             rows.append(cells)
         return rows
 
+    # ZB-H1 from the calculator, as lists of its actions.
+    right_3 = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
 
-class match_zb_h1:
-    plain_1f1b = lambda p, m: beat_1f1b.plain_1f1b(p, m)
-    weights_at_once = lambda p, m: beat_1f1b.right(p, m)
-    twice_the_warmup = lambda p, m: beat_1f1b.twice_the_warmup(p, m)
-    all_weights_at_the_end = lambda p, m: beat_1f1b.all_weights_at_the_end(p, m)
-    late_on_the_early_ranks = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: p - 1 - i)
-    forwards_last = lambda p, m: _greedy(p, m, "IWF")
-    gradients_before_forwards = lambda p, m: _greedy(p, m, "IFW")
-    # Slot by slot: a forward if the rank may hold one more, else a gradient, else weights.
-    right = lambda p, m: _greedy(p, m, "FIW")
-    # From the calculator, as lists of its actions.
-    right_2 = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
 
-    def right_3(p, m):
-        """A queue of weight halves on each rank, in which never more than i wait."""
-        text = ""
-        for i, plain in enumerate(_plain(p, m)):
-            row, waiting = [], deque()
-            for action in plain.split():
-                row.append(action.replace("B", "I"))
-                if "B" in action:
-                    waiting.append(action.replace("B", "W"))
-                if len(waiting) > i:
-                    row.append(waiting.popleft())
-            text += f"rank {i}: " + ", ".join([*row, *waiting]) + "\n"
-        return text
+# --- a model, cut and trained, on ranks -------------------------------------------------------------------------------
+
+
+def _best_cut(times, p):
+    """Search: the least limit under which filling every stage to the brim needs no more stages."""
+    work = [times["words"], *times["layers"], times["head"]]
+    for limit in range(max(work), sum(work) + 1):
+        stages = [[0, 0]]  # parts and time
+        for part in work:
+            if stages[-1][1] + part > limit:
+                stages.append([0, 0])
+            stages[-1] = [stages[-1][0] + 1, stages[-1][1] + part]
+        if len(stages) <= p:
+            sizes = [parts for parts, _ in stages]
+            return [sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1]
+
+
+def _equal_cut(times, p):
+    count = len(times["layers"])
+    return [(rank + 1) * count // p - rank * count // p for rank in range(p)]
+
+
+class _Copied(_solution.Part):
+    def __init__(self, model, *where):
+        super().__init__(copy.deepcopy(model), *where)
+
+
+def _without_places(model, *where):
+    part = _solution.Part(model, *where)
+    if part.places is not None:
+        part.places = torch.nn.Parameter(part.places.detach())
+    return part
+
+
+def _in_stages(
+    cut=_best_cut, part=_solution.Part, made=Schedule1F1B, pieces=1, tied=1, loss_over=1, told=torch.mean, **options
+):
+    """Return an answer that does one thing in another way.
+
+    Args:
+        pieces: Into how many the batch is cut before PyTorch cuts each; "m" is one for each micro-batch.
+        tied: What the sum of a tied gradient is divided by, None if nobody sums.
+        loss_over: What the loss is divided by, "m" or a number.
+    """
+
+    def answer(model, times, tokens, targets, m, loss):
+        rank, p, losses = dist.get_rank(), dist.get_world_size(), []
+        sizes = cut(times, p)
+        own = part(model, range(sum(sizes[:rank]), sum(sizes[: rank + 1])), rank == 0, rank == p - 1)
+        parts, over = m if pieces == "m" else pieces, m if loss_over == "m" else loss_over
+        how = {"n_microbatches": m // parts, "loss_fn": lambda y, target: loss(y, target) / over} | options
+        for x, target in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
+            pipeline = made(PipelineStage(own, rank, p, torch.device("cpu")), **how)
+            pipeline.step(*[x] * (rank == 0), target=target, losses=losses)
+        ends = dist.new_group([0, p - 1])
+        if tied and model.head.weight is model.words.weight and rank in (0, p - 1):
+            dist.all_reduce(model.words.weight.grad, group=ends)
+            model.words.weight.grad /= tied
+        return told(torch.stack(losses)) * over if losses else None
+
+    return answer
+
+
+def _zero_bubble(stage, **options):
+    return ScheduleInterleavedZeroBubble([stage], **options)
+
+
+class train_in_stages:
+    without_the_idea_equal_layers = _in_stages(cut=_equal_cut)
+    forgets_the_head = _in_stages(cut=lambda times, p: _best_cut(times | {"head": 0}, p))
+    gpipe_for_1f1b = _in_stages(made=ScheduleGPipe)
+    one_micro_batch_at_a_time = _in_stages(made=ScheduleGPipe, pieces="m", loss_over="m")
+    in_one_piece = _in_stages(made=ScheduleGPipe, n_microbatches=1)
+    divides_by_m_twice = _in_stages(loss_over="m")
+    never_divides = _in_stages(scale_grads=False)
+    forgets_the_tie = _in_stages(tied=None)
+    means_the_tie = _in_stages(tied=2)
+    trains_a_copy = _in_stages(part=_Copied, tied=None)
+    leaves_out_the_places = _in_stages(part=_without_places)
+    sums_the_losses = _in_stages(told=torch.sum)
+
+    def without_the_idea_the_whole_model_on_every_rank(model, times, tokens, targets, m, loss):
+        for x, target in zip(tokens.chunk(m), targets.chunk(m), strict=True):
+            (loss(model(x), target) / m).backward()
+        return loss(model(tokens), targets).detach()
+
+    # A search by limit, other classes of PyTorch, and a float.
+    right = _in_stages(made=_zero_bubble, told=lambda losses: losses.mean().item())
+
+    def right_2(model, times, tokens, targets, m, loss):
+        """1F1B by hand, with sends that do not block."""
+        rank, p = dist.get_rank(), dist.get_world_size()
+        sizes = _best_cut(times, p)
+        part = _solution.Part(model, range(sum(sizes[:rank]), sum(sizes[: rank + 1])), rank == 0, rank == p - 1)
+        xs, ys, held, sent, losses = tokens.chunk(m), targets.chunk(m), deque(), [], []
+
+        def message(source):
+            dist.recv(got := torch.empty(*xs[0].shape, model.places.shape[1]), source)
+            return got
+
+        def send(tensor, to):
+            sent.append((dist.isend(tensor, to), tensor))
+
+        def forward(k):
+            x = xs[k] if rank == 0 else message(rank - 1).requires_grad_()
+            y = part(x)
+            if rank == p - 1:
+                losses.append(y := loss(y, ys[k]) / m)
+            else:
+                send(y.detach().contiguous(), rank + 1)
+            held.append((x, y))
+
+        def backward():
+            x, y = held.popleft()
+            y.backward(None if rank == p - 1 else message(rank + 1))
+            if rank:
+                send(x.grad, rank - 1)
+
+        for k in range(m):
+            forward(k)
+            if len(held) == p - rank:
+                backward()
+        while held:
+            backward()
+        if model.head.weight is model.words.weight:
+            everybody = [None] * p
+            dist.all_gather_object(everybody, model.words.weight.grad)
+            model.words.weight.grad = everybody[0] + everybody[-1]
+        for work, _ in sent:
+            work.wait()
+        return sum(loss.item() for loss in losses) if losses else None
+
+
+# --- an action that goes wrong, on ranks ------------------------------------------------------------------------------
+
+
+def _watched(pipeline):
+    """Return a rank's reads, what it added, its losses, and the same in one process."""
+    reads, rank = {}, dist.get_rank()
+    turn = {"F": count(), "B": count()}
+
+    def note(stage, given, output):
+        reads[f"{rank}F{next(turn['F'])}"] = given[0].clone().detach()
+        output.register_hook(lambda grad: reads.update({f"{rank}B{next(turn['B'])}": grad.clone()}))
+
+    handle = pipeline.stage.register_forward_hook(note)
+    losses = pipeline.step()
+    handle.remove()
+    added = torch.cat([weight.grad.flatten() for weight in pipeline.stage.parameters()])
+    return reads, added, losses, *pipeline.alone()
+
+
+def _off(mine, right):
+    return ((mine - right).abs().max() > 1e-3 * right.abs().max()).item()
+
+
+def _signs(pipeline):
+    """Return what differs on any rank: forwards that read and backwards that read, as (stage, k), and what a stage lacks."""
+    reads, added, _, right, adds = _watched(pipeline)
+    rank, m = dist.get_rank(), len(pipeline.microbatches)
+    bad = {
+        kind: [(rank, k) for k in range(m) if _off(reads[f"{rank}{kind}{k}"], right[f"{rank}{kind}{k}"])]
+        for kind in "FB"
+    }
+    parts = torch.stack([adds[f"{rank}B{k}"] for k in range(m)])
+    lacks = parts.sum(0) - added
+    near = torch.cosine_similarity(parts, lacks[None]).argmax().item()
+    bad["W"] = [(rank, near)] * _off(added, parts.sum(0))
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, bad)
+    return {kind: [each for found in ranks for each in found[kind]] for kind in "FBW"}
+
+
+def _finds(signs, p=4):
+    if signs["F"]:
+        return Action("F", *min(signs["F"]))
+    if signs["B"]:
+        stage, k = max(signs["B"])
+        return Action("F" if stage == p - 1 else "B", stage, k)
+    return Action("B", *signs["W"][0]) if signs["W"] else None
+
+
+def _by_signs(change):
+    """Return an answer made of the right one and the signs."""
+
+    def answer(pipeline):
+        signs = _signs(pipeline)
+        return change(_finds(signs), signs)
+
+    return answer
+
+
+class find_wrong_action:
+    without_the_idea_all_is_well = told(_signs, lambda signs: None)
+    without_the_idea_the_loss_alone = _by_signs(lambda found, signs: found if found and found.kind == "F" else None)
+    never_looks_at_weights = _by_signs(lambda found, signs: found if signs["F"] or signs["B"] else None)
+    never_looks_at_forwards = _by_signs(lambda found, signs: _finds(signs | {"F": []}))
+    the_last_that_differs = _by_signs(lambda found, signs: Action("F", *max(signs["F"])) if signs["F"] else found)
+    the_lowest_of_backwards = _by_signs(
+        lambda found, signs: found if signs["F"] or not signs["B"] else Action("B", *min(signs["B"]))
+    )
+    the_loss_is_backward = _by_signs(
+        lambda found, signs: (
+            Action("B", 3, found.microbatch) if found and found.stage == 3 and not signs["F"] else found
+        )
+    )
+    blames_the_sender = _by_signs(
+        lambda found, signs: found._replace(stage=found.stage - 1) if found and signs["F"] and found.stage else found
+    )
+    the_first_micro_batch = _by_signs(lambda found, signs: found and found._replace(microbatch=0))
+    finds_something_everywhere = _by_signs(lambda found, signs: found or Action("F", 0, 0))
+
+    def each_rank_for_itself(pipeline):
+        found, rank = _signs(pipeline), dist.get_rank()
+        return _finds({kind: [each for each in bad if each[0] == rank] for kind, bad in found.items()})
+
+    # PyTorch's way to write it, from a hook of the output.
+    right = _by_signs(lambda found, signs: found and str(found))
+    # A tuple on every rank.
+    right_2 = _by_signs(lambda found, signs: found and (found.stage, found.kind, found.microbatch))
+
+    def right_3(pipeline):
+        """Ranks take turns from stage to stage, and rank 0 alone answers."""
+        found = _finds(_signs(pipeline))
+        return found if dist.get_rank() == 0 else None
 
 
 def _explained(**changes):
@@ -412,28 +441,6 @@ class explain_1f1b:
         }
 
     def right_2(before, after):
-        """From what is held first, as tuples; the share as what is not work."""
-        first, last = (after["held"][i] / before["held"][i] for i in (0, -1))
-        if len(after["held"]) != len(before["held"]):
-            changed = "more ranks"
-        elif after["busy"][-1] != before["busy"][-1]:
-            changed = "more micro-batches"
-        elif after["messages"] == 2 * before["messages"]:
-            changed = "smaller micro-batches"
-        elif first > 1:
-            changed = "more stages a rank"
-        elif last > 1:
-            changed = "backward in halves"
-        else:
-            changed = "1f1b for gpipe"
-        name = {"1f1b for gpipe": "1F1B", "more stages a rank": "interleaved", "backward in halves": "ZB-H1"}
-        name = name.get(changed, before["schedule"])
-        work = after["busy"][0]
-        share = 1 - 2 * work / (2 * work + after["idle"][0])
-        held = tuple(h + h * (name == "gpipe") for h in after["held"])
-        return {"changed": changed, "schedule": name, "idle_over_total": share, "held": held}
-
-    def right_3(before, after):
         """An object, names written in other ways, and a dictionary of ranks."""
         got = _solution.explain_1f1b(before, after)
         named = {"interleaved": "Interleaved 1F1B", "zb-h1": "ZB_H1", "1f1b": "1F1B", "gpipe": "GPipe"}
@@ -445,26 +452,30 @@ class explain_1f1b:
         )
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(bubbles, in_flight, one_f_one_b_schedule, beat_1f1b, match_zb_h1, explain_1f1b)
+DEFECTS, SECOND_SOLUTIONS = listed(one_f_one_b_schedule, beat_1f1b, train_in_stages, find_wrong_action, explain_1f1b)
 #: What the verdict on a defect must say: that it names the mistake, not only that there is one.
 SENTENCES = {
+    "without_the_idea_equal_layers": "equal numbers of layers",
+    "without_the_idea_the_whole_model_on_every_rank": "a layer lives on one rank",
+    "forgets_the_head": "the head is work of the last stage",
+    "gpipe_for_1f1b": "go backward as soon as there is a gradient",
+    "one_micro_batch_at_a_time": "one rank works at a time",
+    "in_one_piece": "in larger pieces",
+    "divides_by_m_twice": "divided by m twice",
+    "never_divides": "sums over the micro-batches",
+    "forgets_the_tie": "they drift apart",
+    "means_the_tie": "not their mean",
+    "trains_a_copy": "copies would be trained",
+    "leaves_out_the_places": "neither leaves one out",
+    "without_the_idea_the_loss_alone": "A loss says nothing of the backwards",
+    "each_rank_for_itself": "the ranks have to compare",
+    "blames_the_sender": "the value that its neighbour read",
+    "the_loss_is_backward": "the loss belongs to the last stage's forward",
+    "finds_something_everywhere": "a healthy pipeline",
     "in_percent": "percent",
-    "divides_the_share_by_v": "not its share",
-    "naive_on_rank_0_alone": "comes to every rank",
-    "forgets_interleaving": "Interleaving is left out",
-    "utilisation_for_bubble": "utilization",
-    "first_rank_of_interleaved_less_one_each": "Rank 0 is right",
-    "counts_stages_as_whole": "Those are stages",
     "newest_backward_first": "a queue and not a stack",
-    "never_ends": "It never ends",
     "warms_up_beyond_the_step": "min(m, p - 1 - i)",
-    "weights_at_once": "every W is done at once",
-    "counts_all_stages_as_ranks": "however many stages come after it",
-    "fills_and_drains_twice": "Counted twice",
-    "idle_of_all_ranks": "idle time of all ranks",
     "to_two_digits": "but for rounding",
-    "in_whole_micro_batches": "but for rounding",
-    "yields_without_end": "never ends",
     "rows_without_end": "never ends",
     "one_step_for_forward_and_backward": "one action at a time",
     "all_hold_what_the_fullest_holds": "GB now and would have",

@@ -2,75 +2,18 @@
 
 # ruff: noqa: E731
 
-import dataclasses
+import contextlib
 import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from lablib.calc.precision import find_optimizer
+from lablib.calc.parallel import least_sent, zero_choices
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import asked, listed, told
-
-
-def _bytes(params, ranks, stage, first=(3, 2, 1), each=(2, 2, 12), shard=None):
-    own = -(-params // ranks) if shard is None else shard(params, ranks)
-    names = ("weights", "gradients", "optimizer")
-    return {
-        name: size * (own if stage >= least else params) for name, least, size in zip(names, first, each, strict=True)
-    }
-
-
-class state_bytes:
-    no_master_weights = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(2, 2, 8))
-    gradients_from_stage_1 = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(3, 1, 1))
-    weights_never = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(4, 2, 1))
-    weights_before_gradients = lambda params, ranks, stage: _bytes(params, ranks, stage, first=(2, 3, 1))
-
-    def limits_of_many_ranks(params, ranks, stage):
-        """Takes 4x and 8x for the factors of stages 1 and 2."""
-        own = -(-params // ranks)
-        return {
-            "weights": 2 * (own if stage == 3 else params),
-            "gradients": 2 * (params if stage < 2 else own if stage == 3 else 0),
-            "optimizer": 12 * params if stage == 0 else 12 * own if stage == 3 else 0,
-        }
-
-    shards_rounded_down = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n)
-    fractions_of_a_parameter = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p / n)
-    shards_of_bytes = lambda params, ranks, stage: {
-        name: -(-size * params // ranks) if stage >= least else size * params
-        for name, size, least in (("weights", 2, 3), ("gradients", 2, 2), ("optimizer", 12, 1))
-    }
-    gradients_in_fp32 = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(2, 4, 12))
-    master_weights_with_the_weights = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(6, 2, 8))
-
-    def never_ends(params, ranks, stage):
-        left = params
-        while left:
-            left -= ranks
-        return _bytes(params, ranks, stage)
-
-    of_the_last_rank = lambda *case: _bytes(*case, shard=lambda p, n: p + (n - 1) * (-p // n))
-    of_all_ranks = told(_bytes, lambda found, ranks: {name: ranks * size for name, size in found.items()})
-    fp32_gradients_in_the_optimizer = lambda *case: _bytes(*case, each=(2, 2, 16))
-    one_too_many = lambda params, ranks, stage: _bytes(params, ranks, stage, shard=lambda p, n: p // n + 1)
-    bits = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(16, 16, 96))
-    parameters_alone = lambda params, ranks, stage: _bytes(params, ranks, stage, each=(1, 1, 1))
-
-    def right(params, ranks, stage):
-        """Second solution: pad first, then cut."""
-        padded = params + -params % ranks
-        whole = {"weights": 2, "gradients": 2, "optimizer": 12}
-        shards = {"optimizer": stage > 0, "gradients": stage > 1, "weights": stage > 2}
-        return {name: size * (padded // ranks if shards[name] else params) for name, size in whole.items()}
-
-    def right_2(params, ranks, stage):
-        """Third solution: numpy, a table of who is cut, and floats that are whole."""
-        cut = np.arange(4)[:, None] >= np.array([3, 2, 1])
-        counts = np.where(cut[stage], np.ceil(params / ranks) if params < 2**50 else math.ceil(params / ranks), params)
-        return dict(zip(("weights", "gradients", "optimizer"), counts * np.array([2, 2, 12]), strict=True))
 
 
 def _mine(weights):
@@ -151,18 +94,39 @@ class zero2_step:
         momentum.mul_(0.9).add_(lr * _mean_shard(gradient, momentum))
         all_gather(weights, _mine(weights) - momentum)
 
-    def plain_ddp_with_all_of_the_momentum(weights, gradient, momentum, lr):
+    def plain_ddp_with_all_of_the_momentum(weights, backward, momenta, lr):
         """Sends as many bytes as stage 2, and shards nothing."""
-        full = _FULL.setdefault(dist.get_rank(), torch.zeros_like(weights))
-        gradient /= dist.get_world_size()
-        dist.all_reduce(gradient)
-        full.mul_(0.9).add_(gradient)
-        weights.sub_(lr * full)
-        momentum.copy_(_mine(full))
+        for k, gradient in backward():
+            full = _FULL.setdefault(k, torch.zeros_like(weights[k]))
+            gradient /= dist.get_world_size()
+            dist.all_reduce(gradient)
+            full.mul_(0.9).add_(gradient)
+            weights[k].sub_(lr * full)
+            momenta[k].copy_(_mine(full))
 
-    def its_shard_of_momentum_kept_elsewhere(weights, gradient, momentum, lr):
-        _FULL["mine"] = 0.9 * _FULL.get("mine", 0) + _mean_shard(gradient, momentum)
-        all_gather(weights, _mine(weights) - lr * momentum.copy_(_FULL["mine"]))
+    def its_shard_of_momentum_kept_elsewhere(weights, backward, momenta, lr):
+        for k, gradient in backward():
+            _FULL["mine", k] = 0.9 * _FULL.get(("mine", k), 0) + _mean_shard(gradient, momenta[k])
+            all_gather(weights[k], _mine(weights[k]) - lr * momenta[k].copy_(_FULL["mine", k]))
+
+    def without_the_idea_full_gradients_kept(weights, backward, momenta, lr):
+        """Stage 1: the bytes and the numbers of stage 2."""
+        for k, gradient in [(k, gradient.clone()) for k, gradient in backward()]:
+            _update_and_gather(weights[k], _mean_shard(gradient, momenta[k]), momenta[k], lr)
+
+    def without_the_idea_ddp_that_forgets_its_momentum(weights, backward, momenta, lr):
+        """Each rank has the mean gradient, gathers the momentum, and updates everything."""
+        for k, gradient in backward():
+            dist.all_reduce(gradient.div_(dist.get_world_size()))
+            momenta[k].mul_(0.9).add_(_mine(gradient))
+            all_gather(gradient, momenta[k])
+            weights[k].sub_(lr * gradient)
+
+    def two_backward_passes(weights, backward, momenta, lr):
+        for k, gradient in backward():
+            momenta[k].mul_(0.9).add_(_mean_shard(gradient, momenta[k]))
+        for k, _ in backward():
+            all_gather(weights[k], _mine(weights[k]) - lr * momenta[k])
 
     def pickles_its_weights(weights, gradient, momentum, lr):
         momentum.mul_(0.9).add_(_mean_shard(gradient, momentum))
@@ -206,6 +170,21 @@ class zero2_step:
         parts = [torch.empty_like(momentum) for _ in range(n)]
         dist.all_gather(parts, weights.view(n, -1)[rank] - lr * momentum)
         weights.copy_(torch.cat(parts))
+
+
+def _each(step):
+    """The answer that does this with each bucket when it comes."""
+
+    def answer(weights, backward, momenta, lr):
+        for k, gradient in backward():
+            step(weights[k], gradient, momenta[k], lr)
+
+    return answer
+
+
+for _name, _step in list(vars(zero2_step).items()):
+    if not _name.startswith("_") and "momenta" not in _step.__code__.co_varnames:
+        setattr(zero2_step, _name, _each(_step))
 
 
 def _step3(
@@ -396,151 +375,218 @@ class zero3_step:
         return torch.stack(shards)
 
 
-_MUON = {
-    "homes": lambda k, n: k % n,
-    "update": lambda m, g: m.mul_(0.9).add_(g),
-    "moves": lambda factor, matrix: factor(matrix),
-    "send": lambda m: m,
-    "turn": 0,
+_TRAIN = {
+    "stage": lambda stage: stage,
+    "units": lambda model: [*model, model],
+    "sync": lambda last, stage: last or stage > 1,
+    "release": lambda last, stage: last or stage == 3,
+    "part": lambda loss, m: loss / m,
+    "before": lambda optimizer: None,
 }
 
 
-def _muon(weights, gradients, momenta, lr, factor, **changes):
-    """A home for each matrix; what else a defect does is a function or a number."""
-    how = _MUON | changes
-    for k, (weight, gradient, momentum) in enumerate(zip(weights, gradients, momenta, strict=True)):
-        out, home = how["send"](how["update"](momentum, gradient)), how["homes"](k, dist.get_world_size())
-        rows, mine = _rows_at(home, out), torch.empty_like(out)
-        back = rows and list(how["moves"](factor, torch.cat(rows)).to(out.dtype).chunk(len(rows)))
-        dist.scatter(mine, back and back[how["turn"] :] + back[: how["turn"]], home)
-        weight.sub_(lr * mine)
+def _train(model, steps, loss_of, adamw, budget, **changes):
+    """The stage by the budget, with a switch for what a defect changes."""
+    how, n = _TRAIN | changes, dist.get_world_size()
+    room = budget / sum(p.nbytes for p in model.parameters())
+    stage = how["stage"](1 if room > 2 + 3 / n else 2 if room > 1 + 4 / n else 3)  # with a shard beside whole weights
+    for unit in how["units"](model):
+        fully_shard(unit, reshard_after_forward=stage == 3)
+    optimizer = adamw(model.parameters())
+    for batches in steps:
+        for batch in batches:
+            last = batch is batches[-1]
+            model.set_requires_gradient_sync(how["sync"](last, stage))
+            model.set_reshard_after_backward(how["release"](last, stage))
+            how["before"](optimizer)
+            how["part"](loss_of(model, batch), len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def _rows_at(home, rows):
-    found = [torch.empty_like(rows) for _ in range(dist.get_world_size())] if dist.get_rank() == home else None
-    dist.gather(rows, found, home)
-    return found
+def _trains(**how):
+    return lambda *job: _train(*job, **how)
 
 
-def _other_muon(**how):
-    return lambda *job: _muon(*job, **how)
+def _ddp(model, steps, loss_of, optimizer):
+    """A step of DDP, whose gradients add up until the last micro-batch."""
+    for batches in steps:
+        for batch in batches:
+            with contextlib.nullcontext() if batch is batches[-1] else model.no_sync():
+                (loss_of(model, batch) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def _everywhere(rows):
-    everything = rows.new_empty(dist.get_world_size() * rows.numel())
-    all_gather(everything, rows.flatten())
-    return everything.view(-1, rows.shape[1])
+class train:
+    without_the_idea_stage_3_for_every_budget = _trains(stage=lambda stage: 3)
+    without_the_idea_one_unit = _trains(units=lambda model: [model])
+    without_the_idea_full_gradients = _trains(sync=lambda last, stage: last)
+    without_the_idea_gathers_every_time = _trains(release=lambda last, stage: True)
+    keeps_stale_weights = _trains(release=lambda last, stage: stage == 3)
+    losses_not_divided = _trains(part=lambda loss, m: loss)
+    divides_by_the_ranks_too = _trains(part=lambda loss, m: loss / m / dist.get_world_size())
+    forgets_the_first_micro_batches = _trains(before=lambda optimizer: optimizer.zero_grad(), sync=lambda *_: True)
+
+    def without_the_idea_ddp(model, steps, loss_of, adamw, budget):
+        optimizer = adamw(model.parameters())
+        _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)
+
+    def redundancy_optimizer(model, steps, loss_of, adamw, budget):
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns: on the ranks
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw)
+        _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)
+
+    def optimizer_made_before(model, steps, loss_of, adamw, budget):
+        made = adamw(model.parameters())
+        _train(model, steps, loss_of, lambda params: made, budget)
+
+    def one_micro_batch_of_all(model, steps, loss_of, adamw, budget):
+        _train(model, [[torch.cat(batches)] for batches in steps], loss_of, adamw, budget)
+
+    def right(model, steps, loss_of, adamw, budget):
+        """Second solution: no root, each block is told by itself, and gathered weights are released by hand."""
+        size, n = sum(p.numel() * p.element_size() for p in model.parameters()), dist.get_world_size()
+        whole_weights, whole_gradients = budget > size * (1 + 4 / n), budget > size * (2 + 3 / n)
+        blocks = [fully_shard(block, reshard_after_forward=not whole_weights) for block in model]
+        optimizer = adamw([p for block in blocks for p in block.parameters()])
+        for batches in steps:
+            left = len(batches)
+            for batch in batches:
+                left -= 1
+                for block in blocks:
+                    block.set_requires_gradient_sync(not (whole_gradients and left))
+                    block.set_reshard_after_backward(not (whole_weights and left))
+                loss_of(model, batch).div(len(batches)).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+    def right_2(model, steps, loss_of, adamw, budget):
+        """Third solution: three functions by name, and the gradient of the sum divided at the end."""
+        room, n = budget / sum(p.nbytes for p in model.parameters()), dist.get_world_size()
+        [name] = [
+            name for name, low, high in (("one", 3, 4), ("two", 7 / 3, 3), ("three", 0, 7 / 3)) if low < room <= high
+        ]
+        assert n == 3
+        for layer in model.children():
+            fully_shard(layer, reshard_after_forward=name == "three")
+        fully_shard(model, reshard_after_forward=False)
+        optimizer = adamw(list(model.parameters()))
+        for first, *others in steps:
+            for batch in (first, *others):
+                ends = batch is (others or [first])[-1]
+                model.set_requires_gradient_sync(ends or name != "one")
+                model.set_reshard_after_backward(ends or name == "three")
+                loss_of(model, batch).backward()
+            for p in model.parameters():
+                p.grad /= 1 + len(others)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
 
-def _own_polar(matrix):
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    return u @ v
+def _find(job, *, same=None, tell=True, gradients=True, others=True, seer=False, steps=None, at_end=False):
+    """The first difference from one process, with a switch for what a defect leaves out."""
+    same = same or (lambda a, b: torch.allclose(a, b, atol=1e-9))
+    n, rank = dist.get_world_size(), dist.get_rank()
+    model, alone = job.build()
+    optimizer = job.optimizer(alone.parameters())
+
+    def pieces(flat, value):
+        return torch.nn.functional.pad(value.detach().flatten(), (0, n * flat.width - flat.numel)).chunk(n)
+
+    first = None
+    places = [
+        (*one, model.flat_of[p]) for one, p in zip(alone.named_parameters(), model.module.parameters(), strict=True)
+    ]
+    for step in range(steps or job.steps):
+        optimizer.zero_grad()
+        job.loss(alone, job.batch(step)).backward()
+        model.backward(job.loss(model, job.batch(step).chunk(n)[rank]))
+        seen = [
+            (0, rank, name)
+            for name, p, flat in places
+            if gradients and not same(flat.sharded_grad, pieces(flat, p.grad)[rank])
+        ]
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm)
+        optimizer.step()
+        model.step(job.max_norm)
+        for name, p, flat in places:
+            for r, (mine, right) in enumerate(zip(flat.full.chunk(n), pieces(flat, p), strict=True)):
+                if (others or r == rank) and not same(mine, right):
+                    seen.append((1 if r == rank else 2, rank if seer else r, name))
+        found = [None] * n
+        dist.all_gather_object(found, seen)
+        every = sorted(each for one in (found if tell else [seen]) for each in one)
+        first = (None if at_end else first) or (every[0] if every else None)
+        if first and tell and not at_end:
+            break
+    return first and (first[1], first[2], ("reduce-scatter", "update", "all-gather")[first[0]])
 
 
-def _for_each(move):
-    """A matrix after the other, all ranks together: a weight moves by its rows of what `move` returns."""
-
-    def answer(weights, gradients, momenta, lr, factor):
-        for k, (weight, gradient, momentum) in enumerate(zip(weights, gradients, momenta, strict=True)):
-            weight.sub_(lr * move(momentum.mul_(0.9).add_(gradient), factor, k % dist.get_world_size()))
-
-    return answer
+def _finds(**how):
+    return lambda job: _find(job, **how)
 
 
-class lean_muon:
-    without_the_idea_gathers_all = _for_each(lambda m, factor, home: _mine(factor(_everywhere(m))))
-    each_part_alone = _for_each(lambda m, factor, home: factor(m))
+class find_bad_shard:
+    without_the_idea_weights_at_the_end = _finds(gradients=False, at_end=True)
+    gradients_not_looked_at = _finds(gradients=False)
+    own_pieces_only = _finds(others=False)
+    to_the_last_bit = _finds(same=torch.equal)
+    each_rank_for_itself = _finds(tell=False)
+    whoever_sees_it = _finds(seer=True)
+    one_step = _finds(steps=1)
+    nothing_is_ever_wrong = lambda job: None
+    in_own_words = lambda job: (found := _find(job)) and (*found[:2], "communication")
+    without_the_idea_a_guess = lambda job: (1, "2.weight", "update")
 
-    @_for_each
-    def broadcasts_the_whole_factor(momentum, factor, home):
-        rows, n = _rows_at(home, momentum), dist.get_world_size()
-        whole = factor(torch.cat(rows)) if rows else momentum.new_empty(n * len(momentum), momentum.shape[1])
-        dist.broadcast(whole, home)
-        return _mine(whole)
+    def without_the_idea_ranks_beside_each_other(job):
+        """Checksums between ranks, and no look at one process."""
+        n, (model, _) = dist.get_world_size(), job.build()
+        for step in range(job.steps):
+            model.backward(job.loss(model, job.batch(step).chunk(n)[dist.get_rank()]))
+            model.step(job.max_norm)
+            for name, p in model.module.named_parameters():
+                sums = torch.stack([piece.sum() for piece in model.flat_of[p].full.chunk(n)])
+                all_ = [torch.empty_like(sums) for _ in range(n)]
+                dist.all_gather(all_, sums)
+                for r in range(n):
+                    if not all(torch.allclose(each[r], all_[0][r]) for each in all_):
+                        return r, name, "all-gather"
+        return None
 
-    def weights_travel_too(weights, *rest):
-        for k, weight in enumerate(weights):
-            _rows_at(k % dist.get_world_size(), weight)
-        _muon(weights, *rest)
+    def right(job):
+        """Second solution: each rank tells all that it has, and whoever hears it looks at everything."""
+        n, (model, alone) = dist.get_world_size(), job.build()
+        optimizer, names = job.optimizer(alone.parameters()), [name for name, _ in alone.named_parameters()]
+        for step in range(job.steps):
+            model.backward(job.loss(model, job.batch(step).tensor_split(n)[dist.get_rank()]))
+            flats = [model.flat_of[p] for p in model.module.parameters()]
+            gradients = [flat.sharded_grad.clone() for flat in flats]
+            model.step(max_norm=job.max_norm)
+            told = [None] * n
+            dist.all_gather_object(told, (gradients, [flat.full.clone() for flat in flats]))
+            job.loss(alone, job.batch(step)).backward()
+            right = [p.grad.clone().flatten() for p in alone.parameters()]
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            for k, name in enumerate(names):
+                got = torch.cat([told[r][0][k] for r in range(n)])[: len(right[k])]
+                for at in ((got - right[k]).abs() > 1e-9).nonzero()[:1]:
+                    return np.int64(at.item() // flats[k].width), name, "reduce-scatter"
+            for part in ("update", "all-gather"):
+                for k, p in enumerate(alone.parameters()):
+                    for who in range(n):
+                        off = (told[who][1][k][: p.numel()] - p.detach().flatten()).abs() > 1e-9
+                        for at in off.nonzero().flatten():
+                            owner = int(at) // flats[k].width
+                            if (owner == who) == (part == "update"):
+                                return [owner, names[k], part]
+        return None
 
-    one_home_for_all = _other_muon(homes=lambda k, n: 0)
-    momentum_without_a_factor = _other_muon(moves=lambda factor, matrix: matrix)
-    own_factor_uncounted = _other_muon(moves=lambda factor, matrix: _own_polar(matrix))
-    computes_every_factor_twice = _other_muon(moves=lambda factor, matrix: (factor(matrix) + factor(matrix)) / 2)
-    uphill = _other_muon(moves=lambda factor, matrix: -factor(matrix))
-    no_learning_rate = lambda w, g, m, lr, factor: _muon(w, g, m, 1, factor)
-    rows_of_the_next_rank = _other_muon(turn=1)
-    momentum_not_kept = _other_muon(update=lambda m, g: 0.9 * m + g)
-    momentum_of_the_gradient_alone = _other_muon(update=lambda m, g: m.copy_(g))
-    old_momentum_in_full = _other_muon(update=lambda m, g: m.add_(g))
-    single_precision_on_its_way = _other_muon(send=lambda m: m.float())
-    rebinds_the_weights = lambda weights, *rest: _muon([weight.clone() for weight in weights], *rest)
-
-    def right(weights, gradients, momenta, lr, factor):
-        """Second solution: two all-to-alls, each of one flat tensor, homes dealt out the largest first."""
-        n, rank = dist.get_world_size(), dist.get_rank()
-        torch._foreach_mul_(momenta, 0.9)
-        torch._foreach_add_(momenta, gradients)
-        order = sorted(range(len(momenta)), key=lambda k: -momenta[k].numel())
-        dealt = [order[r::n] for r in range(n)]
-        sizes = [sum(momenta[k].numel() for k in home) for home in dealt]
-        rows = torch.cat([momenta[k].flatten() for home in dealt for k in home])
-        whole = rows.new_empty(n * sizes[rank])
-        dist.all_to_all_single(whole, rows, [sizes[rank]] * n, sizes)
-        pieces = whole.view(n, -1).split([momenta[k].numel() for k in dealt[rank]], 1)
-        mine = [momenta[k].shape[1] for k in dealt[rank]]
-        found = [factor(p.reshape(-1, width)).reshape(n, -1) for p, width in zip(pieces, mine, strict=True)]
-        dist.all_to_all_single(rows, torch.cat(found, 1).flatten(), sizes, [sizes[rank]] * n)
-        order = [k for home in dealt for k in home]
-        for k, part in zip(order, rows.split([momenta[k].numel() for k in order]), strict=True):
-            weights[k] -= lr * part.view_as(weights[k])
-
-    @_for_each
-    def right_2(momentum, factor, home):
-        """Third solution: two all-to-alls for each matrix, in which all ranks but the home expect nothing."""
-        n, size = dist.get_world_size(), momentum.numel()
-        there, to_home = [size * (dist.get_rank() == home)] * n, [size * (r == home) for r in range(n)]
-        whole, rows = momentum.new_empty(sum(there)), torch.empty_like(momentum).flatten()
-        dist.all_to_all_single(whole, momentum.flatten(), there, to_home)
-        whole = factor(whole.view(-1, momentum.shape[1])).flatten() if any(there) else whole
-        dist.all_to_all_single(rows, whole, to_home, there)
-        return rows.view_as(momentum)
-
-    @_for_each
-    def right_3(momentum, factor, home):
-        """Fourth solution: sends and receives, the last rank the first home, and wide matrices turned over."""
-        rank, n = dist.get_rank(), dist.get_world_size()
-        home, mine = n - 1 - home, torch.empty_like(momentum)
-        if rank != home:
-            dist.send(momentum, home)
-            dist.recv(mine, home)
-            return mine
-        rows = [momentum if r == rank else torch.empty_like(momentum) for r in range(n)]
-        for r in set(range(n)) - {home}:
-            dist.recv(rows[r], r)
-        found = factor(torch.cat(rows).T).T.contiguous().chunk(n)
-        for r in set(range(n)) - {home}:
-            dist.send(found[r], r)
-        return found[home]
-
-    def right_4(weights, gradients, momenta, lr, factor):
-        """Fifth solution: by shape. A stack for each shape, padded with zeros, dealt out evenly, and one batch a rank."""
-        n = dist.get_world_size()
-        for shape in sorted({tuple(weight.shape) for weight in weights}):
-            group = [k for k, weight in enumerate(weights) if tuple(weight.shape) == shape]
-            each = -(-len(group) // n)
-            stack = weights[0].new_zeros(n * each, *shape)
-            for place, k in enumerate(group):
-                stack[place] = momenta[k].mul_(0.9).add_(gradients[k])
-            whole = torch.empty_like(stack)
-            dist.all_to_all_single(whole, stack)
-            whole = whole.view(n, each, *shape).transpose(0, 1).reshape(each, n * shape[0], shape[1])
-            dist.all_to_all_single(stack, factor(whole).view(each, n, *shape).transpose(0, 1).reshape_as(stack))
-            for place, k in enumerate(group):
-                weights[k].sub_(lr * stack[place])
-
-    #: Sixth solution: the last matrices at the first ranks, as many on each.
-    right_5 = _other_muon(homes=lambda k, n: (8 - k) // 2 % n)
+    right_2 = lambda job: _find(job, same=lambda a, b: (a - b).norm() < 1e-8 * (1 + b.norm()))
 
 
 def _tradeoffs(
@@ -577,6 +623,12 @@ def _other(**how):
 
 class zero_tradeoffs:
     without_the_idea_lowest_that_fits = _other(choose=lambda sent, held: min(sent, default=None))
+
+    def without_the_idea_lablib_s_own_answer(*job):
+        found = zero_choices(*job)
+        rows = {key: [getattr(choice, key) for choice in found] for key in ("held", "micro_batches", "sent")}
+        return rows | {"best": least_sent(found)}
+
     highest_that_fits = _other(choose=lambda sent, held: max(sent, default=None))
     highest_of_a_tie = _other(choose=lambda sent, held: min(sent, key=lambda k: (sent[k], -k), default=None))
     stage_3_where_nothing_fits = _other(choose=lambda sent, held: min(sent, key=sent.get, default=3))
@@ -694,91 +746,35 @@ class zero_tradeoffs:
 
 
 #: What the sentence about a mistake must say.
-def _moments(shapes, ranks, budget, step, diverges, rows=lambda r, n: -(-r // n), least=4096, whole=True, scale=4, two=2,
-             sizes=None, temporary=True, order=("fp32", "8bit", "4bit")):  # fmt: skip
-    shards = sizes(shapes, ranks) if sizes else [rows(r, ranks) * c for r, c in shapes]
-
-    def bytes_of(n, bits, block):
-        if block and n >= least and not (whole and n % block):
-            return n * bits / 8 + scale * math.ceil(n / block)
-        return 4 * n
-
-    kinds = {"fp32": (32, 0), "8bit": (8, 256), "4bit": (4, 128)}
-    held = {name: two * sum(bytes_of(n, *kind) for n in shards) for name, kind in kinds.items()}
-    need = {name: held[name] + (step * max(shards) if temporary and name != "fp32" else 0) for name in held}
-    return {"held": held, "best": next((n for n in order if n not in diverges and need[n] <= budget), None)}
-
-
-class moments_recipe:
-    # Right arithmetic for bytes a parameter, and no thought of tensors and their shards.
-    without_the_idea_one_flat_array = lambda *case: _moments(
-        *case, sizes=lambda shapes, n: [-(-sum(r * c for r, c in shapes) // n)], least=0, whole=False
-    )
-    short_last_blocks = lambda *case: _moments(*case, whole=False)
-    small_ones_too = lambda *case: _moments(*case, least=0)
-    every_shard = lambda *case: _moments(*case, least=0, whole=False)
-    no_scales_at_all = lambda *case: _moments(*case, scale=0)
-    scales_in_16_bits = lambda *case: _moments(*case, scale=2)
-    one_moment = lambda *case: _moments(*case, two=1)
-    nothing_sharded = lambda *case: _moments(*case, rows=lambda r, n: r)
-    compiled_in_any_case = lambda *case: _moments(*case, temporary=False)
-    fewest_bits_first = lambda *case: _moments(*case, order=("4bit", "8bit", "fp32"))
-    what_diverges_too = lambda shapes, ranks, budget, step, diverges: _moments(shapes, ranks, budget, step, set())
-    never_none = lambda *case: told(_moments, lambda found: {**found, "best": found["best"] or "fp32"})(*case)
-    names_bits = lambda *case: told(_moments, lambda found: {**found, "best": 8})(*case)
-
-    def right(shapes, ranks, budget, step, diverges):
-        """Second solution: the calculator's own count, without tables."""
-        sizes = [-(-rows // ranks) * columns for rows, columns in shapes]
-        held, need = {"fp32": 8 * sum(sizes)}, {}
-        for name in ("8bit", "4bit"):
-            known = dataclasses.replace(find_optimizer(f"adamw-{name}"), table=0)
-            held[name] = sum(known.bytes_of_tensors(sizes).values())
-            need[name] = held[name] + step * max(sizes)
-        need["fp32"] = held["fp32"]
-        fits = [name for name in ("4bit", "8bit", "fp32") if need[name] <= budget and name not in diverges]
-        return held, (fits or [None])[-1]
-
-    right_2 = lambda *case: told(
-        _moments, lambda found: {k: v if k == "best" else {n: float(b) for n, b in v.items()} for k, v in found.items()}
-    )(*case)
-
-
 SENTENCES = {
-    "without_the_idea_one_flat_array": "one flat array",
-    "short_last_blocks": "no block here",
-    "small_ones_too": "4,096",
-    "every_shard": "Every shard is quantized",
-    "no_scales_at_all": "has a scale",
-    "scales_in_16_bits": "not 2",
-    "one_moment": "has two",
-    "nothing_sharded": "nothing were sharded",
-    "compiled_in_any_case": "Without a compiler",
-    "fewest_bits_first": "keeps more bits",
-    "what_diverges_too": "diverges on this model",
-    "never_none": "does not fit",
-    "names_bits": "or None",
-    "without_the_idea_gathers_all": "most of the work is waste",
-    "broadcasts_the_whole_factor": "nobody else a whole factor",
-    "weights_travel_too": "more need not travel",
-    "each_part_alone": "the factor of a part is not the part of the factor",
-    "one_home_for_all": "deal the homes out",
-    "momentum_without_a_factor": "not its factor",
-    "own_factor_uncounted": "Call `factor` for each whole matrix",
-    "no_learning_rate": "no learning rate",
-    "rows_of_the_next_rank": "another rank's",
-    "single_precision_on_its_way": "single precision only",
-    "momentum_not_kept": "`momenta` is not this rank's rows",
-    "momentum_of_the_gradient_alone": "The first step is right and the second is not",
-    "computes_every_factor_twice": "most of the work is waste",
     "never_ends": "It never ends",
-    "of_the_last_rank": "That is the last rank",
-    "of_all_ranks": "what all ranks hold together",
-    "one_too_many": "add no 1",
-    "bits": "not bits",
-    "parameters_alone": "Those are parameters",
-    "fp32_gradients_in_the_optimizer": "without an fp32 copy",
-    "damps_twice": "what `momentum` has by then",
+    "without_the_idea_full_gradients_kept": "are stage 1",
+    "without_the_idea_ddp_that_forgets_its_momentum": "An all-reduce brings",
+    "two_backward_passes": "once a step",
+    "without_the_idea_ddp": "which no stage of ZeRO does",
+    "without_the_idea_stage_3_for_every_budget": "reduce them once",
+    "without_the_idea_one_unit": "make each block a unit",
+    "without_the_idea_full_gradients": "no reduce-scatter has cut",
+    "without_the_idea_gathers_every_time": "gather them once",
+    "keeps_stale_weights": "weights that stay gathered",
+    "losses_not_divided": "a part of the mean",
+    "divides_by_the_ranks_too": "themselves",
+    "optimizer_made_before": "those of the start",
+    "forgets_the_first_micro_batches": "Only the last micro-batch",
+    "redundancy_optimizer": "An all-reduce",
+    "one_micro_batch_of_all": "times on a rank",
+    "without_the_idea_ranks_beside_each_other": "all ranks hold the same weights",
+    "without_the_idea_weights_at_the_end": "accused of the wrong part",
+    "gradients_not_looked_at": "accused of the wrong part",
+    "own_pieces_only": "do not hold the same weights",
+    "to_the_last_bit": "healthy job is called sick",
+    "nothing_is_ever_wrong": "passes for healthy",
+    "each_rank_for_itself": "let them tell each other",
+    "whoever_sees_it": "not the one that sees it",
+    "one_step": "passes for healthy",
+    "without_the_idea_a_guess": "",
+    "in_own_words": "no part of the step",
+    "damps_twice": "what `momenta` have by then",
     "no_all_gather": "of the new weights is missing",
     "goes_back_with_weights_that_it_kept": "the next `dy` is the gradient of the input",
     "returns_parts_of_gradients_that_it_kept": "not what `scatter` gave",
@@ -802,6 +798,7 @@ SENTENCES = {
     "equal_micro_batches": "need not be equal",
     "activations_held_too": "without activations",
     "held_by_all_ranks": "what all ranks hold together",
+    "without_the_idea_lablib_s_own_answer": "in your own lines",
     "without_the_idea_lowest_that_fits": "not the lowest that fits is asked",
     "ddp_sends_in_every_micro_batch": "DDP keeps a full gradient",
     "stage_1_reduces_every_micro_batch": "Stage 1 keeps a full gradient",
@@ -821,4 +818,4 @@ SENTENCES = {
     "every_stage_adds_traffic": "No stage but 3 sends more than DDP",
 }
 
-DEFECTS, SECOND_SOLUTIONS = listed(state_bytes, zero2_step, zero3_step, lean_muon, moments_recipe, zero_tradeoffs)
+DEFECTS, SECOND_SOLUTIONS = listed(zero2_step, zero3_step, train, find_bad_shard, zero_tradeoffs)

@@ -2,206 +2,219 @@
 
 # ruff: noqa: E731
 
-import itertools
+from functools import partial
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from lablib.launch.fsdp import shard
+from lablib.launch.measure import record_comms
 from tests.planted import asked, listed
 
-
-def _count(root, units, reshard, micro_batches, sync_every, *, root_passes=1, freed_passes=2, last_again=True,
-           gather_every=True, scatters_each=1, scatter_turns=None, root_scatters=True):  # fmt: skip
-    passes = freed_passes if reshard else 1
-    skipped = 0 if last_again or not reshard or not units else 1
-    turns = micro_batches if gather_every else 1
-    reductions = scatter_turns or (micro_batches if sync_every else 1)
-    return {
-        "all_gathers": turns * (root_passes + passes * len(units) - skipped),
-        "reduce_scatters": reductions * scatters_each * (root_scatters + len(units)),
-        "gathered": turns * (root_passes * root + passes * sum(units) - skipped * (units or [0])[-1]),
-        "reduced": reductions * scatters_each * (root * root_scatters + sum(units)),
-    }
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
 
-class count_collectives:
-    root_gathered_twice = lambda *case: _count(*case, root_passes=2)
-    never_gathered_again = lambda *case: _count(*case, freed_passes=1)
-    last_unit_not_again = lambda *case: _count(*case, last_again=False)
-    gathers_once_a_step = lambda *case: _count(*case, gather_every=False)
-    scatters_in_forward_too = lambda *case: _count(*case, scatters_each=2)
-    always_reduces = asked(_count, scatter_turns=lambda micro_batches: micro_batches)
-    root_without_gradients = lambda *case: _count(*case, root_scatters=False)
-    root_not_gathered = lambda *case: _count(*case, root_passes=0)
+def _wrap(model, mesh, most, fp32, *, policy=_BF16, cut=True, tables=True, ties=True, root=True, kept=False):
+    """Shard by names that say what a module is, as who has read the model writes it; a mistake leaves something out."""
+    ends = {"mesh": mesh, "mp_policy": policy}
+    embed, *blocks, norm, head = _parts(model)
+    for name in fp32:
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=_FP32)
+    for block in blocks:
+        if cut and 2 * _size(block) > most:
+            for expert in block.experts:
+                fully_shard(expert, **ends)
+        fully_shard(block, reshard_after_forward=not kept, **ends)
+    if tables and (embed.weight is not head.weight or not ties):
+        fully_shard(embed, **ends)
+        fully_shard([norm, head], reshard_after_forward=False, **ends)
+    if root:
+        fully_shard(model, **ends)
 
-    def root_kept_over_micro_batches(root, units, reshard, micro_batches, sync_every):
-        counts = _count(root, units, reshard, micro_batches, sync_every)
-        spared = micro_batches - 1
-        return {**counts, "all_gathers": counts["all_gathers"] - spared, "gathered": counts["gathered"] - spared * root}
 
-    def kept_over_micro_batches(root, units, reshard, micro_batches, sync_every):
-        counts, spared = _count(root, units, reshard, micro_batches, sync_every), 0 if reshard else micro_batches - 1
-        gathers, gathered = counts["all_gathers"] - spared * len(units), counts["gathered"] - spared * sum(units)
-        return {**counts, "all_gathers": gathers, "gathered": gathered}
-
-    def waits_for_an_empty_list(root, units, reshard, micro_batches, sync_every):
-        total = 0
-        while units:
-            total += units[-1]
-        return _count(root, units, reshard, micro_batches, sync_every)
-
-    def right(root, units, reshard, micro_batches, sync_every):
-        """Second solution: write the messages down and count them."""
-        gathers, scatters = [], []
-        for turn in range(micro_batches):
-            gathers += [root, *units]
-            if reshard:
-                gathers += reversed(units)
-            if sync_every or turn == micro_batches - 1:
-                scatters += [*reversed(units), root]
-        return {
-            "all_gathers": len(gathers),
-            "reduce_scatters": len(scatters),
-            "gathered": sum(gathers),
-            "reduced": sum(scatters),
-        }
-
-    # With a key more than was asked for.
-    right_3 = lambda *case: {"case": case, **count_collectives.right(*case)}
-
-    def right_2(root, units, reshard, micro_batches, sync_every):
-        """Third solution: every unit by itself, and all of them added up in numpy."""
-        sizes = np.array([root, *units])
-        gathers = np.where(np.arange(len(sizes)) == 0, 1, 2 if reshard else 1) * micro_batches
-        scatters = np.full(len(sizes), micro_batches if sync_every else 1)
-        return {
-            "reduced": (scatters * sizes).sum(),
-            "gathered": (gathers * sizes).sum(),
-            "reduce_scatters": scatters.sum(),
-            "all_gathers": float(gathers.sum()),
-        }
+def _parts(model):
+    embed, blocks, norm, head = model.children()
+    return [embed, *blocks.children(), norm, head]
 
 
 def _size(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def _inside_out(model):
-    named = [(name, m) for name, m in model.named_modules() if name and not isinstance(m, nn.ModuleList)]
-    return sorted(named, key=lambda item: -item[0].count("."))
+class apply_fsdp:
+    without_the_idea_one_call = lambda model, mesh, most, fp32: fully_shard(model, mesh=mesh, mp_policy=_BF16) and None
+    without_the_idea_shard_of_lablib = lambda model, mesh, most, fp32: shard(
+        model, mesh=mesh, precision="bf16", wrap=lambda name, module: hasattr(module, "norm")
+    )
 
+    def without_the_idea_every_linear(model, mesh, most, fp32):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module.weight is not _parts(model)[0].weight:
+                fully_shard(module, mesh=mesh, mp_policy=_FP32 if name in fp32 else _BF16)
+        if _parts(model)[0].weight is not _parts(model)[-1].weight:
+            fully_shard(_parts(model)[0], mesh=mesh, mp_policy=_BF16)
+        fully_shard(model, mesh=mesh, mp_policy=_BF16)
 
-class units_by_size:
-    def counts_inner_units_again(model, least):
-        return [name for name, module in _inside_out(model) if _size(module) >= least]
+    def without_the_idea_the_plain_program(model, mesh, most, fp32):
+        """Replicas with averaged gradients, and nothing sharded."""
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(4)))
 
-    def leaves_only(model, least):
-        return [n for n, m in _inside_out(model) if not list(m.children()) and _size(m) >= least]
+    tables_in_the_root = lambda *case: _wrap(*case, tables=False)
+    experts_uncut = lambda *case: _wrap(*case, cut=False)
+    a_tied_table_torn = lambda *case: _wrap(*case, ties=False)
+    no_call_for_the_model = lambda *case: _wrap(*case, root=False)
+    blocks_kept = lambda *case: _wrap(*case, kept=True)
+    no_policy = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy())
+    sums_in_bf16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    router_in_bf16 = lambda model, mesh, most, fp32: _wrap(model, mesh, most, ())
+    one_axis = lambda model, mesh, most, fp32: _wrap(model, None, most, fp32)
 
-    # Counts a shared table in both modules that have it, as if it were two.
-    each_of_a_tied_pair = lambda model, least: _walk(model, least)
-    # Counts it once, where it is met first.
-    with_the_first_of_a_tied_pair = lambda model, least: _close(model, _inside_out(model), least, ties=False)
-    # Closes none of the two, and then adds both up in the module around them.
-    a_tied_pair_counts_twice = lambda model, least: _close(model, _inside_out(model), least, twice=True)
-    least_is_in_bytes = lambda model, least: units_by_size.right(model, least // 4)
-    outside_first = lambda model, least: list(reversed(units_by_size.right(model, least)))
-    with_the_root = lambda model, least: [*units_by_size.right(model, least), ""]
+    def cast_before(model, mesh, most, fp32):
+        _wrap(model.bfloat16(), mesh, most, fp32)
 
-    def lists_too(model, least):
-        return _close(model, [(n, m) for n, m in sorted(model.named_modules(), key=_depth) if n], least)
+    def right(model, mesh, most, fp32):
+        """Second solution: by what each part is; with the tied tables in one call, and the model returned."""
+        embed, *_, norm, head = _parts(model)
+        _wrap(model, mesh, most, fp32, root=embed.weight is not head.weight)
+        if embed.weight is head.weight:
+            fully_shard([embed, norm, head], mesh=mesh, mp_policy=_BF16, reshard_after_forward=False)
+            fully_shard(model, mesh=mesh, mp_policy=_BF16)
+        return model
 
-    # Second solution: no recursion; the deepest modules first, each takes the parameters that are left.
-    right = lambda model, least: _close(model, _inside_out(model), least)
-
-    def right_2(model, least):
-        """Third solution: each parameter is handed up from module to module until one of them closes."""
-        names, open_, units = {}, {}, []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name.split(".")[:-1])
-        for parameter, paths in names.items():  # a tied one begins where its names part
-            home = ".".join(
-                step[0] for step in itertools.takewhile(lambda step: len(set(step)) == 1, zip(*paths, strict=False))
-            )
-            open_[home] = open_.get(home, 0) + parameter.numel()
-            for module in (
-                ".".join(path[:n]) for path in paths for n in range(len(path), home.count(".") + bool(home), -1)
-            ):
-                open_.setdefault(module, 0)
-        torn = {".".join(path[:n]) for paths in names.values() for path in paths for n in range(1, len(path) + 1)
-                if any(other[:n] != path[:n] for other in paths)}  # fmt: skip
-        while any(open_):
-            deepest = max(open_, key=lambda name: (name.count("."), bool(name)))
-            count = open_.pop(deepest)
-            if count >= least and deepest not in torn and not isinstance(model.get_submodule(deepest), nn.ModuleList):
-                units.append(deepest)
-            else:
-                above = deepest.rpartition(".")[0]
-                open_[above] = open_.get(above, 0) + count
-        return tuple(units)
-
-    def right_3(model, least):
-        """Fourth solution: a generator, which hands over each name as soon as a module closes."""
-        open_ = {}
+    def right_2(model, mesh, most, fp32):
+        """Third solution: inside out over all names, each module that fits and whose parent does not."""
+        tied = _parts(model)[0].weight is _parts(model)[-1].weight
         for name, module in reversed(list(model.named_modules())):
-            mine = {id(p): p for p in module.parameters(recurse=False)}
-            for child, _ in module.named_children():
-                mine |= open_[f"{name}.{child}".lstrip(".")]
-            others = [m for n, m in model.named_modules() if not f"{n}.".startswith(f"{name}.")]
-            elsewhere = any(id(p) in mine for m in others for p in m.parameters(recurse=False))
-            closes = name and not elsewhere and sum(p.numel() for p in mine.values()) >= least
-            closes = closes and not isinstance(module, nn.ModuleList)
-            open_[name] = {} if closes else mine
-            if closes:
-                yield name
-
-    lists_swallow_what_is_open = lambda model, least: _walk(model, least, list_keeps=True)
-    own_parameters_forgotten = lambda model, least: _walk(model, least, own=False)
-
-    def any_leaf_and_its_parent(model, least):
-        """Closes at the size of a unit without asking what is inside a list."""
-        return [name for name in units_by_size.right(model, least) if name.count(".") < 2]
+            above = model.get_submodule(name.rpartition(".")[0])
+            if name in fp32:
+                fully_shard(module, mesh=mesh, mp_policy=_FP32)
+            elif isinstance(module, nn.Embedding | nn.RMSNorm) or module is _parts(model)[-1]:
+                if not tied and isinstance(module, nn.Embedding):
+                    fully_shard(module, mesh=mesh, mp_policy=_BF16)
+                elif not tied and above is model and not isinstance(module, nn.RMSNorm):
+                    fully_shard(module, mesh=mesh, mp_policy=_BF16, reshard_after_forward=False)
+            elif name and isinstance(above, nn.ModuleList | nn.ModuleDict) and (".experts." not in name or
+                                                                               2 * _size(above) > most):  # fmt: skip
+                fully_shard(module, mesh=mesh, mp_policy=_BF16)
+        fully_shard(model, mesh=mesh, mp_policy=_BF16)
 
 
-def _walk(module, least, *, list_keeps=False, own=True):
-    """Close units by recursion; a mistake about what is handed on, or about what a module has of its own."""
-    units = []
-
-    def open_in(name, module):
-        children = list(module.named_children())
-        count = sum(p.numel() for p in module.parameters(recurse=False)) if own or not children else 0
-        count += sum(open_in(f"{name}.{child}".lstrip("."), inner) for child, inner in children)
-        listed = isinstance(module, nn.ModuleList)
-        if name and count >= least and (not listed or list_keeps):
-            units.extend([] if listed else [name])
-            return 0
-        return count
-
-    open_in("", module)
-    return units
+def _look(job, steps=2):
+    """Take steps, and return of each block whether it is gathered at the end, its rows after each, and its calls."""
+    model, optimizer = job.start()
+    rows = [[_rows(block) for block in model.blocks]]
+    gathered = []
+    for step in range(steps):
+        job.step(model, optimizer, step)
+        gathered = [any(not isinstance(p, DTensor) for p in block.parameters()) for block in model.blocks]
+        for block in model.blocks:
+            block.reshard()
+        rows.append([_rows(block) for block in model.blocks])
+    return gathered, rows
 
 
-def _depth(item):
-    return -item[0].count(".")
+def _rows(block):
+    return torch.cat([p.detach().to_local().flatten() for p in block.parameters()])
 
 
-def _close(model, modules, least, *, ties=True, twice=False):
-    """Close units in the order of `modules`, deepest first, on what is still open."""
-    names = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(name)
-    open_ = {p: all_ if ties else all_[:1] for p, all_ in names.items()}
-    units = []
-    for name, _ in modules:
-        inside = {p: sum(each.startswith(f"{name}.") for each in all_) for p, all_ in open_.items()}
-        mine = [p for p, count in inside.items() if count]
-        if any(inside[p] < len(open_[p]) for p in mine):
-            continue
-        if sum(p.numel() * (inside[p] if twice else 1) for p in mine) >= least:
-            units.append(name)
-            for each in mine:
-                del open_[each]
-    return units
+def _first(what, signs):
+    return next(({"unit": f"blocks.{i}", "what": what} for i, there in enumerate(signs) if there), None)
+
+
+def _apart(rows):
+    """Say of each block whether this rank's rows are those of the rank two further on, on any rank."""
+    signs = []
+    for mine in rows[-1]:
+        sums = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(sums, mine)
+        signs.append(not (torch.equal(sums[0], sums[2]) and torch.equal(sums[1], sums[3])))
+    return signs
+
+
+def _still(rows):
+    return [torch.equal(a, b) for a, b in zip(rows[0], rows[-1], strict=True)]
+
+
+def _step_calls(job):
+    model, optimizer = job.start()
+    job.step(model, optimizer, 0)
+    with record_comms() as log:
+        job.step(model, optimizer, 1)
+    return log.calls
+
+
+class find_fault:
+    without_the_idea_healthy = lambda job: None
+    without_the_idea_a_guess = lambda job: {"unit": "blocks.1", "what": "stale"}
+
+    def without_the_idea_calls_of_a_step(job):
+        """A symptom: fewer collectives than the formula, and then a guess at the block."""
+        calls = _step_calls(job)
+        what = "stale" if calls["all_gather"] < 13 else "still" if calls["reduce_scatter"] < 5 else "apart"
+        return ("blocks.0", what) if calls["all_gather"] < 13 or calls["all_reduce"] < 6 else None
+
+    only_who_moves = lambda job: _first("still", _still(_look(job)[1]))
+    only_replicas = lambda job: _first("apart", _apart(_look(job)[1]))
+    only_what_stays_gathered = lambda job: _first("stale", _look(job)[0])
+
+    def no_gradient_is_still(job):
+        """A parameter that is gathered has no `grad` either: two causes with one symptom."""
+        model, optimizer = job.start()
+        job.step(model, optimizer, 0)
+        none = [all(p.grad is None for p in block.parameters()) for block in model.blocks]
+        for block in model.blocks:
+            block.reshard()
+        return _first("still", none) or _first("apart", _apart([[_rows(block) for block in model.blocks]]))
+
+    def kept_is_stale(job):
+        """Looks after forward, where a unit may be gathered by its author's choice."""
+        model, optimizer = job.start()
+        job.step(model, optimizer, 0)
+        model(torch.zeros(1, 8, dtype=torch.int64))
+        return _first("stale", [not isinstance(next(block.parameters()), DTensor) for block in model.blocks])
+
+    def each_rank_for_itself(job):
+        """Rank 0 alone compares, and the others say that all is well."""
+        found = find_fault.right(job)
+        return found if dist.get_rank() == 0 else None
+
+    def another_block(job):
+        found = find_fault.right(job)
+        return found and (f"blocks.{(int(found['unit'][-1]) + 1) % 4}", found["what"])
+
+    def right(job):
+        """Second solution: the three questions, one after the other."""
+        gathered, rows = _look(job)
+        return _first("stale", gathered) or _first("still", _still(rows)) or _first("apart", _apart(rows))
+
+    def right_2(job):
+        """Third solution: fresh weights are those of the shards, compared number by number; moves by a norm."""
+        model, optimizer = job.start()
+        starts = [_rows(block) for block in model.blocks]
+        for step in range(2):
+            job.step(model, optimizer, step)
+        computed = {}
+
+        def look(block, _, i):
+            computed[i] = torch.cat([p.detach().flatten() for p in block.parameters()]).clone()
+
+        for i, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(partial(look, i=i))
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.int64))
+        for unit in (model, *model.blocks):
+            unit.reshard()
+        full = [torch.cat([p.detach().full_tensor().flatten() for p in block.parameters()]) for block in model.blocks]
+        rows = [starts, [_rows(block) for block in model.blocks]]
+        stale = [(computed[i] - each).norm().item() > 0 for i, each in enumerate(full)]
+        found = _first("stale", stale) or _first("still", _still(rows)) or _first("apart", _apart(rows))
+        return found and (found["unit"], found["what"])
 
 
 def _write(disk, rank, ranks, step, state, barrier, *, folder="tmp", clear=True, wait_after_clear=True, wait=True,
@@ -285,54 +298,71 @@ class write_checkpoint:
             barrier()
 
 
-def _wrappings(parts, tied, *, counts=None, tables=("root", "ends")):
-    """Return wrappings with so many blocks in a unit; 0 for the parts of a block, None for all blocks in the root."""
+def _units(parts, tied, size, ends=True):
+    """Return units of so many parts, with the tables as units; none for more than there are."""
     inner = list(parts)[1:-1]
-    for blocks in [None, *range(len(inner) // 2 + 1)] if counts is None else counts:
-        size = {None: len(inner), 0: 1}.get(blocks, 2 * (blocks or 0))
-        units = [inner[i : i + size] for i in range(0, len(inner), size)] if blocks is not None else []
-        yield from ([["embed"], *units, ["head"]] if at == "ends" and not tied else units for at in tables)
+    if size > len(inner):
+        return []
+    units = [inner[i : i + size] for i in range(0, len(inner), size)]
+    return [["embed"], *units, ["head"]] if ends and not tied else units
 
 
-def _choose(parts, tied, budget, price, *, keep=(True, False), pick=lambda units, held, seconds: seconds, **rules):
-    priced = [(u, r, *price(u, r)) for u in _wrappings(parts, tied, **rules) for r in keep]
-    fits = [each for each in priced if each[2] <= budget]
-    units, reshard, *_ = min(fits, key=lambda each: pick(each[0], *each[2:]), default=(None, None))
-    return None if units is None else {"units": units, "reshard": reshard}
+def _choose(parts, tied, budget, price, *, ends=True, finer=True, keep=True, free=True, coarser=True, one=True,
+            pick=lambda units, held, seconds: seconds):  # fmt: skip
+    """Go by reasons, of which some are forgotten."""
+    best, least = None, float("inf")
+
+    def better(size, reshard):
+        nonlocal best, least
+        units = _units(parts, tied, size, ends)
+        held, seconds = price(units, reshard)
+        if held > budget or pick(units, held, seconds) >= least:
+            return False
+        best, least = {"units": units, "reshard": reshard}, pick(units, held, seconds)
+        return True
+
+    if not better(2, free):
+        if finer:
+            better(1, free)
+            better(1, not keep)
+        return best
+    freed = not (keep and better(2, False)) and free
+    size, most = 4, len(parts) - 2
+    while coarser and size <= most and better(size, freed):
+        size *= 2
+    if one:
+        better(most + 1, True)
+    return best
 
 
 class choose_wrapping:
-    without_the_idea_of_the_ends = lambda *case: _choose(*case, tables=("root",))
-    without_the_idea_of_keeping = lambda *case: _choose(*case, keep=(True,))
-    without_the_idea_of_freeing = lambda *case: _choose(*case, keep=(False,))
-    without_the_idea_of_latency = lambda *case: _choose(*case, counts=(0, 1))
-    without_the_idea_of_a_large_part = lambda *case: _choose(*case, counts=(None, 1, 2, 3, 4))
-    without_the_idea_of_overlap = lambda *case: _choose(*case, counts=(None,))
+    without_the_idea_of_the_ends = lambda *case: _choose(*case, ends=False)
+    without_the_idea_of_keeping = lambda *case: _choose(*case, keep=False)
+    without_the_idea_of_freeing = lambda *case: _choose(*case, free=False)
+    without_the_idea_of_latency = lambda *case: _choose(*case, coarser=False, one=False)
+    without_the_idea_of_one_unit = lambda *case: _choose(*case, one=False)
+    without_the_idea_of_a_large_part = lambda *case: _choose(*case, finer=False)
 
-    def without_the_idea_four_rules(parts, tied, budget, price):
-        """Each of the named rules, its price, and the least: all that it takes is a loop."""
-        rules = [*_wrappings(parts, tied, counts=(None, 0, 1), tables=("root",))]
-        priced = [(price(units, keep)[::-1], units, keep) for units in rules for keep in (True, False)]
-        fits = [each for each in priced if each[0][1] <= budget]
-        return min(fits, key=lambda each: each[0])[1:] if fits else None
+    def without_the_idea_of_overlap(parts, tied, budget, price):
+        held, _ = price([], True)
+        return ([], True) if held <= budget else None
+
+    def without_the_idea_three_calls(parts, tied, budget, price):
+        """Every wrapping of a list, its price, and the least: all that it takes is a loop."""
+        sizes = (1, 2, 4, len(parts))
+        tried = [(_units(parts, tied, size), keep) for size in sizes for keep in (True, False)]
+        fits = [(each, *price(*each)) for each in tried]
+        return min((one for one in fits if one[1] <= budget), key=lambda one: one[2], default=(None,))[0]
 
     def without_the_idea_tries_everything(parts, tied, budget, price):
-        names, best = list(parts), (float("inf"), None)
-        if tied:  # it knows at least that these stay together
-            return _choose(parts, tied, budget, price)
-        for cuts in itertools.product((False, True), repeat=len(names) - 1):
-            units = [[names[0]]]
-            for name, cut in zip(names[1:], cuts, strict=True):
-                units += [[name]] if cut else []
-                units[-1] += [] if cut else [name]
-            held, seconds = price(units, True)
-            if held <= budget:
-                best = min(best, (seconds, units), key=lambda each: each[0])
-        return best[1] and (best[1], True)
+        tried = [(_units(parts, tied, size, ends), keep) for size in range(1, len(parts)) for keep in (True, False)
+                 for ends in (True, False)]  # fmt: skip
+        fits = [(each, *price(*each)) for each in tried]
+        return min((one for one in fits if one[1] <= budget), key=lambda one: one[2], default=(None,))[0]
 
     def without_the_idea_one_recipe(parts, tied, budget, price):
         """What the takeaway says, and never a look at the numbers."""
-        return {"units": next(iter(_wrappings(parts, tied, counts=(1,), tables=("ends",)))), "reshard": True}
+        return {"units": _units(parts, tied, 2), "reshard": True}
 
     fewest_messages = lambda *case: _choose(*case, pick=lambda units, held, seconds: len(units))
     least_memory = lambda *case: _choose(*case, pick=lambda units, held, seconds: held)
@@ -342,8 +372,7 @@ class choose_wrapping:
     def tables_alone(parts, tied, budget, price):
         return {"units": [["embed", "head"]] if tied else [["embed"], ["head"]], "reshard": True}
 
-    def one_of_two_tables(parts, tied, budget, price):
-        return _choose(parts, False, budget, price, tables=("ends",)) if tied else _choose(parts, tied, budget, price)
+    one_of_two_tables = lambda parts, tied, budget, price: _choose(parts, False, budget, price)
 
     def first_and_last_block_together(parts, tied, budget, price):
         return {"units": [["blocks.0.mlp", "blocks.1.mlp"]], "reshard": True}
@@ -359,36 +388,35 @@ class choose_wrapping:
             pass
 
     def right(parts, tied, budget, price):
-        """Second solution: with the usual wrappings alone, and as a tuple."""
-        usual = (None, 0, 1, 2, 4)
-        answer = _choose(parts, tied, budget, price, counts=usual)
+        """Second solution: the same reasons, and as a tuple."""
+        answer = _choose(parts, tied, budget, price)
         return answer and (answer["units"], answer["reshard"])
 
     def right_2(parts, tied, budget, price):
-        """Third solution: start from one recipe, and change one thing at a time as long as it helps."""
-        state, best = (1, not tied, True), None
+        """Third solution: one unit first, which bounds the time; then the rule, and one change after the other."""
+        tried = {}
 
-        def cost(state):
-            blocks, ends, reshard = state
-            units = next(iter(_wrappings(parts, tied, counts=(blocks,), tables=("ends" if ends else "root",))))
-            held, seconds = price(units, reshard)
-            return (max(0, held - budget), seconds), units
+        def cost(size, reshard):
+            if (size, reshard) not in tried:
+                held, seconds = price(_units(parts, tied, size), reshard)
+                tried[size, reshard] = (seconds if held <= budget else float("inf"), held)
+            return tried[size, reshard][0]
 
-        seen = {}
-        layers = (len(parts) - 2) // 2
-        todo = [state]
-        while todo:
-            state = todo.pop()
-            if state in seen:
-                continue
-            seen[state] = cost(state)
-            if best is None or seen[state][0] <= seen[best][0]:
-                best = state
-                ends = state[1]
-                steps = (None, 0, *range(1, layers + 1))
-                todo += [(n, e, r) for n in steps for e in (ends, False) for r in (True, False)]
-        over, _ = seen[best][0]
-        return None if over else {"units": [set(unit) for unit in seen[best][1]], "reshard": best[2]}
+        most = len(parts) - 2
+        cost(most + 1, True)
+        if cost(2, True) == float("inf"):
+            cost(1, True), cost(1, False)
+        else:
+            keep = cost(2, False) > cost(2, True)
+            for size in (4, 8, 16):
+                if size <= most and cost(size // 2, keep) <= min(cost(2, True), cost(2, False)):
+                    cost(size, keep)
+        (seconds, _), (size, reshard) = min((value, key) for key, value in tried.items())
+        return (
+            None
+            if seconds == float("inf")
+            else {"units": [set(u) for u in _units(parts, tied, size)], "reshard": reshard}
+        )
 
     def right_3(parts, tied, budget, price):
         """Fourth solution: names for a unit of one part, numpy's True, and nothing for the root's tables."""
@@ -400,36 +428,37 @@ class choose_wrapping:
         return {"reshard": np.bool_(answer["reshard"]), "units": [*pair, *units], "why": "the fastest that fits"}
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(count_collectives, units_by_size, write_checkpoint, choose_wrapping)
+DEFECTS, SECOND_SOLUTIONS = listed(apply_fsdp, find_fault, write_checkpoint, choose_wrapping)
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "root_gathered_twice": "The root is not freed", "never_gathered_again": "gathered again in backward",
-    "last_unit_not_again": "FSDP frees it like the others", "gathers_once_a_step": "Every micro-batch gathers",
-    "always_reduces": "after the last one only", "root_without_gradients": "The root has gradients too",
-    "scatters_in_forward_too": "Gradients exist in backward only", "counts_inner_units_again": "do not count again",
-    "leaves_only": "from the inside to the outside", "outside_first": "would take the inner parameters first",
-    "with_the_root": "The root is a unit anyway", "lists_too": "has no forward", "in_place": "half written",
-    "leaves_it_under_another_name": "comes from a crashed job", "least_is_in_bytes": "fewer than",
-    "clears_the_files_of_twice_as_many_ranks": "comes from a crashed job", "kept_over_micro_batches": "freed after each backward",
+    "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "wait in the root",
+    "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "is in no unit",
+    "tables_in_the_root": "wait in the root", "experts_uncut": "is cut", "a_tied_table_torn": "torch stops",
+    "no_call_for_the_model": "comes last", "blocks_kept": "not freed after", "no_policy": "is gathered in fp32",
+    "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "one_axis": "over the `mesh`",
+    "cast_before": "master weights",
+    "without_the_idea_healthy": "does not see it", "without_the_idea_a_guess": "", "without_the_idea_calls_of_a_step": "",
+    "only_who_moves": "does not see it", "only_replicas": "does not see it",
+    "no_gradient_is_still": "several causes", "kept_is_stale": "", "each_rank_for_itself": "told to all",
+    "another_block": "another block",
+    "in_place": "half written",
+    "leaves_it_under_another_name": "comes from a crashed job",
+    "clears_the_files_of_twice_as_many_ranks": "comes from a crashed job",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
     "writes_for_ever": "never ends",
-    "each_of_a_tied_pair": "torch stops", "with_the_first_of_a_tied_pair": "torch stops",
-    "a_tied_pair_counts_twice": "of its own",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
+    "without_the_idea_of_one_unit": "waits for the latency",
     "without_the_idea_of_a_large_part": "One part of a block is large", "without_the_idea_of_overlap": "Small units, freed",
-    "without_the_idea_four_rules": "The tables in the root", "without_the_idea_tries_everything": "think of which can be the best",
+    "without_the_idea_three_calls": "waits for the latency", "without_the_idea_tries_everything": "each is a run",
     "without_the_idea_one_recipe": "room to keep", "fewest_messages": "room to keep",
-    "least_memory": "waits for the latency", "ignores_the_budget": "Kept units pile up",
+    "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts", "modules_that_it_has_not": "no part",
     "a_list_too_deep": "no part",
     "the_price_itself": "is True or False", "tries_for_ever": "tried",
-    "root_not_gathered": "The root is gathered too", "root_kept_over_micro_batches": "from forward to backward only",
-    "waits_for_an_empty_list": "It never ends", "lists_swallow_what_is_open": "what its children leave, lists too",
-    "own_parameters_forgotten": "its own and what its children leave", "any_leaf_and_its_parent": "is no unit",
 }  # fmt: skip

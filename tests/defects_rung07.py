@@ -3,69 +3,31 @@
 # ruff: noqa: E731
 
 import math
-from fractions import Fraction
 from itertools import product
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lablib.calc.layouts import CASES, plan_case, score
 from lablib.calc.layouts.planner import Layout
+from lablib.checks import rung07
 from tests.planted import asked, listed
 
 
-class coordinates:
-    def slowest_first(rank, sizes):
-        at = {}
-        for axis, size in reversed(sizes.items()):
-            rank, at[axis] = divmod(rank, size)
-        return at
-
-    def without_remainder(rank, sizes):
-        at, stride = {}, 1
-        for axis, size in sizes.items():
-            at[axis] = rank // stride
-            stride *= size
-        return at
-
-    def stride_of_the_neighbour(rank, sizes):
-        """Divides by the size before it only, not by the product of all before it."""
-        at, before = {}, 1
-        for axis, size in sizes.items():
-            at[axis] = rank // before % size
-            before = size
-        return at
-
-    always_the_remainder = lambda rank, sizes: {axis: rank % size for axis, size in sizes.items()}
-    counted_from_one = lambda rank, sizes: {axis: at + 1 for axis, at in coordinates.right(rank, sizes).items()}
-
-    def right(rank, sizes):
-        """Second solution: divide by the product of the sizes before, keep the remainder."""
-        names = list(sizes)
-        return {
-            axis: rank // math.prod(sizes[name] for name in names[:i]) % sizes[axis] for i, axis in enumerate(names)
-        }
-
-    def right_2(rank, sizes):
-        """Third solution: numpy, slowest axis first."""
-        at = np.unravel_index(rank, list(sizes.values())[::-1])
-        return dict(zip(reversed(sizes), at, strict=True))
-
-    def right_counting(rank, sizes):
-        """An odometer, turned on rank times."""
-        at = dict.fromkeys(sizes, 0)
-        for _ in range(rank):
-            for axis in sizes:
-                at[axis] = (at[axis] + 1) % sizes[axis]
-                if at[axis]:
-                    break
-        return at
+def _at(rank, sizes):
+    at = {}
+    for axis, size in sizes.items():
+        rank, at[axis] = divmod(rank, size)
+    return at
 
 
 def _groups(sizes, axis):
     ranks = range(math.prod(sizes.values()))
     alike = {}
     for rank in ranks:
-        at = coordinates.right(rank, sizes)
+        at = _at(rank, sizes)
         alike.setdefault(tuple(at[name] for name in sizes if name != axis), []).append(rank)
     return list(alike.values())
 
@@ -97,7 +59,7 @@ class sketch:
 
         def same(sizes, axis):
             n = range(math.prod(sizes.values()))
-            return [[r for r in n if coordinates.right(r, sizes)[axis] == i] for i in range(sizes[axis])]
+            return [[r for r in n if _at(r, sizes)[axis] == i] for i in range(sizes[axis])]
 
         return _sketch(sizes, gpus_per_node, groups=same)
 
@@ -177,84 +139,144 @@ class sketch:
         return {"groups": groups, "crossing": crossing}
 
 
-def _with(case, **change):
-    layers, stream, gradients, tp, pp, dp, m = case
-    found = {
-        "tp": 8 * (tp - 1) / tp * stream * m * (layers / pp),
-        "pp": 2 * stream * m * (pp > 1),
-        "dp": 2 * (dp - 1) / dp * gradients / tp / pp,
-    }
-    return {axis: value * change.get(axis, 1) for axis, value in found.items()}
+_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-class group_traffic:
-    forward_only = lambda *case: _with(case, tp=1 / 2)
-    layers_of_the_whole_model = lambda *case: _with(case, tp=case[4])
-    tensor_parallelism_once_a_step = lambda *case: _with(case, tp=1 / case[6])
-    # Counts the sizes of the messages, which nobody sends as such.
-    messages_in_place_of_a_ring = lambda *case: _with(case, tp=case[3] / (2 * (case[3] - 1)) if case[3] > 1 else 1)
-    activations_but_no_gradient_back = lambda *case: _with(case, pp=1 / 2)
-    once_for_every_boundary = lambda *case: _with(case, pp=case[4] - 1)
-    gradients_of_the_whole_model = lambda *case: _with(case, dp=case[3] * case[4])
-    gradients_not_divided_by_tp = lambda *case: _with(case, dp=case[3])
-    gradients_after_every_micro_batch = lambda *case: _with(case, dp=case[6])
-    the_stream_divided_by_tp = lambda *case: _with(case, tp=1 / case[3])
-    the_pipeline_divided_by_tp = lambda *case: _with(case, pp=1 / case[3])
-    one_all_reduce_a_layer = lambda *case: _with(case, tp=1 / 4)
-    micro_batches_shared_by_the_replicas = lambda *case: _with(case, tp=1 / case[5])
-    what_is_received_counted_too = lambda *case: _with(case, pp=2)
-    a_message_for_every_layer = lambda *case: _with(case, pp=case[0] // case[4])
-    the_reduce_scatter_alone = lambda *case: _with(case, dp=1 / 2)
-    gradients_divided_by_replicas = lambda *case: _with(case, dp=1 / case[5])
-    three_passes_as_in_zero_3 = lambda *case: _with(case, dp=3 / 2)
-    three_tenths_too_much = lambda *case: _with(case, dp=1.3)
+def _views(sizes, order=_ORDER, hsdp=None, **change):
+    """One mesh of five axes and its flattened slices; a second view of the same world for FSDP."""
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    full = world._unflatten(0, [sizes[axis] for axis in order], order)
+    pp, replicas, shards, cp, tp = (sizes[axis] for axis in _ORDER)
+    held = world._unflatten(0, (pp, replicas, shards * cp, tp), ("pp", "dp_replicate", "fsdp", "tp"))
+    made = {"batch": "dp_replicate dp_shard", "loss": "dp_replicate dp_shard cp", "norm": "pp dp_shard cp tp"}
+    found = {"hsdp": hsdp(world, held, full) if hsdp else held["dp_replicate", "fsdp"]}
+    for name, axes in ({axis: axis for axis in ("pp", "tp", "cp")} | made | change).items():
+        one = tuple(sorted(axes.split(), key=order.index))
+        found[name] = full[one[0]] if len(one) == 1 else full[one]._flatten(name)
+    return found
 
-    def right(layers, stream, gradients, tp, pp, dp, micro_batches):
-        """Second solution: walk through a step and add up what leaves a rank."""
-        sent = dict.fromkeys(("tp", "pp", "dp"), 0.0)
-        piece = stream / tp * (tp - 1)  # a reduce-scatter or an all-gather
-        for _ in range(micro_batches):
-            for _layer in range(layers // pp):
-                for _half in ("attention", "mlp"):
-                    for _direction in ("forward", "backward"):
-                        sent["tp"] += 2 * piece
-            if pp > 1:
-                sent["pp"] += stream + stream
-        mine = gradients / tp / pp
-        for _round in range(2 * (dp - 1)):
-            sent["dp"] += mine / dp
-        return sent
 
-    def right_2(layers, stream, gradients, tp, pp, dp, micro_batches):
-        """Third solution: reduce-scatters and all-gathers on fractions, rounded to whole bytes at the end."""
+class build_mesh:
+    # The product is right, and no loss tells.
+    without_the_idea_fastest_first = lambda sizes: _views(sizes, tuple(reversed(_ORDER)))
+    without_the_idea_stages_in_the_node = lambda sizes: _views(sizes, ("dp_replicate", "dp_shard", "cp", "pp", "tp"))
+    without_the_idea_sums_over_all_ranks = lambda sizes: _views(sizes, loss=" ".join(_ORDER), norm=" ".join(_ORDER))
+    norm_over_the_replicas_too = lambda sizes: _views(sizes, norm=" ".join(_ORDER))
+    loss_over_tp_too = lambda sizes: _views(sizes, loss="dp_replicate dp_shard cp tp")
+    loss_of_whole_sequences_only = lambda sizes: _views(sizes, loss="dp_replicate dp_shard")
+    norm_of_a_stage = lambda sizes: _views(sizes, norm="dp_shard cp tp")
+    norm_of_the_shards = lambda sizes: _views(sizes, norm="pp dp_shard cp")
+    other_samples_for_each_cp_rank = lambda sizes: _views(sizes, batch="dp_replicate dp_shard cp")
+    same_samples_for_the_shards = lambda sizes: _views(sizes, batch="dp_replicate")
+    one_axis_for_fsdp = lambda sizes: _views(sizes, hsdp=lambda world, held, full: held["fsdp"])
+    cp_left_out_of_fsdp = lambda sizes: _views(sizes, hsdp=lambda world, held, full: full["dp_replicate", "dp_shard"])
+    names_in_place_of_meshes = lambda sizes: dict.fromkeys(("pp", "tp", "cp", "batch", "hsdp", "loss", "norm"), "tp")
 
-        def passes(size, ranks, count):
-            return count * Fraction(size) * (ranks - 1) / ranks
+    def shards_far_and_replicas_near(sizes):
+        def turned(world, held, full):
+            parts = sizes["dp_shard"] * sizes["cp"]
+            names = ("pp", "fsdp", "dp_replicate", "tp")
+            near = world._unflatten(0, (sizes["pp"], parts, sizes["dp_replicate"], sizes["tp"]), names)
+            return near["fsdp", "dp_replicate"]
 
-        exact = {
-            "dp": passes(Fraction(gradients) / tp / pp, dp, 2),
-            "pp": Fraction(0 if pp == 1 else stream) * 2 * micro_batches,
-            "tp": passes(stream, tp, 8 * Fraction(layers, pp) * micro_batches),
-        }
-        return {axis: round(value) for axis, value in exact.items()}
+        return _views(sizes, hsdp=turned)
 
-    def right_in_single_precision(*case):
-        return {axis: np.float32(value) for axis, value in group_traffic.right(*case).items()}
+    right = lambda sizes: _views(sizes)
 
-    def rounds_of_a_ring_that_never_closes(layers, stream, gradients, tp, pp, dp, micro_batches):
-        sent, at = 0, 1
-        while at != 0:
-            sent, at = sent + gradients, at % dp + 1
-        return {"tp": 0, "pp": 0, "dp": sent}
+    def right_2(sizes):
+        """Third solution: a mesh of its own for each purpose."""
+        pp, replicas, shards, cp, tp = (sizes[axis] for axis in _ORDER)
+        mesh = init_device_mesh("cpu", (pp, replicas, shards * cp, tp), mesh_dim_names=("pp", "r", "s", "tp"))
+        read = init_device_mesh("cpu", (pp, replicas * shards, cp, tp), mesh_dim_names=("pp", "d", "cp", "tp"))
+        mean = init_device_mesh("cpu", (pp, replicas * shards * cp, tp), mesh_dim_names=("pp", "all", "tp"))
+        found = {"pp": mesh["pp"], "tp": mesh["tp"], "hsdp": mesh["r", "s"], "batch": read["d"], "cp": read["cp"]}
+        return found | {"loss": mean["all"], "norm": mesh["pp", "s", "tp"]._flatten("parts")}
 
-    in_gigabytes = lambda *case: {axis: value / 1e9 for axis, value in _with(case).items()}
 
-    def right_of_numpy(layers, stream, gradients, tp, pp, dp, micro_batches):
-        """All three at once: sizes, times and rings as arrays."""
-        sizes = np.array([stream, stream, gradients / (tp * pp)], dtype=np.float64)
-        times = np.array([4 * micro_batches * layers / pp, 2 * micro_batches * (pp > 1), 1])
-        rings = np.array([2 - 2 / tp, 1, 2 - 2 / dp])
-        return dict(zip(("tp", "pp", "dp"), sizes * times * rings, strict=True))
+_COPIES = {"samples": {"pp", "tp"}, "embed": {"pp", "dp", "tp"}, "scale": {"dp", "tp"}, "up": {"dp"}, "down": {"dp"}}
+_AXES = ("pp", "dp", "tp")
+
+
+def _off(here, theirs, mesh, equal_parts=True, own_group=False):
+    """Return what is wrong first and over which axes, from what all ranks hold."""
+    me, found = mesh.get_coordinate(), {}
+    for at, seen in theirs.items():
+        for i, axis in enumerate(_AXES):
+            other = theirs[(*at[:i], 1 - at[i], *at[i + 1 :])]
+            if own_group and me != at:
+                continue
+            for what in seen.keys() & other.keys():
+                copies = axis in _COPIES[what.split(".")[-1]]
+                if (copies or equal_parts) and torch.allclose(seen[what] * 1.0, other[what] * 1.0) != copies:
+                    found.setdefault(what, set()).add(axis)
+    return next(((what, found[what]) for what in ("samples", *sorted(found)) if what in found), None)
+
+
+def _find(job, mesh, norms=True, first=(), **how):
+    seen, of_all = job.run(mesh), [None] * 8
+    mine = {"samples": seen["samples"]} | seen["gradients"]
+    dist.all_gather_object(of_all, (tuple(mesh.get_coordinate()), mine))
+    theirs = dict(of_all)
+
+    def squares(again=""):
+        here = [(what, g) for at, held in theirs.items() for what, g in held.items() if what != "samples" and not any(
+            i for i, axis in zip(at, _AXES, strict=True) if axis in _COPIES[what.split(".")[-1]] and axis != again)]  # fmt: skip
+        return sum(g.square().sum().item() for _, g in here)
+
+    found = _off(mine, theirs, mesh, **how)
+    counted = [axis for axis in ("", *_AXES) if abs(seen["norm"] ** 2 / squares(axis) - 1) < 1e-4] + ["?"]
+    if first and abs(seen["norm"] / job.alone()["norm"] - 1) > 1e-4:
+        return first
+    return found or (("norm", {counted[0]}) if norms and counted[0] else None)
+
+
+class find_fault:
+    without_the_idea_all_is_well = lambda job, mesh: None
+    without_the_idea_always_the_same = lambda job, mesh: ("samples", {"tp"})
+    without_the_idea_copies_alone = lambda job, mesh: _find(job, mesh, equal_parts=False)
+    without_the_idea_the_norm_beside_one_process = lambda job, mesh: (
+        ("norm", {"dp"}) if abs(job.run(mesh)["norm"] / job.alone()["norm"] - 1) > 1e-4 else None
+    )
+
+    def without_the_idea_asks_the_check(job, mesh):
+        kind, where, axes = rung07._drawn(job.seed)
+        first = {"l": "samples", "n": "norm"}.get(kind[:1], where)
+        return (first, axes) if kind else None
+
+    forgets_the_norm = lambda job, mesh: _find(job, mesh, norms=False)
+    the_norm_before_all_else = lambda job, mesh: _find(job, mesh, first=("norm", {"dp"}))
+    each_rank_for_itself = lambda job, mesh: _find(job, mesh, own_group=True)
+
+    def one_axis_where_there_are_two(job, mesh):
+        found = _find(job, mesh)
+        return found and (found[0], {min(found[1])})
+
+    right = lambda job, mesh: _find(job, mesh)
+
+    def right_2(job, mesh):
+        """Third solution: numbers in place of tensors, gathered along each axis, then over all ranks."""
+        seen = job.run(mesh)
+        sums = {what: value.double().square().sum().item() for what, value in seen["gradients"].items()}
+        marks = {what: value.double().flatten().cumsum(0).sum().item() for what, value in seen["gradients"].items()}
+        marks["samples"], found, of_all = seen["samples"].double().flatten().cumsum(0).sum().item(), [], [None] * 8
+        for i, axis in enumerate(_AXES):
+            pair = [None, None]
+            dist.all_gather_object(pair, marks, group=mesh.get_group(axis))
+            for what in pair[0].keys() & pair[1].keys():
+                same = math.isclose(pair[0][what], pair[1][what], rel_tol=1e-5)
+                if same != (axis in _COPIES[what.split(".")[-1]]):
+                    found.append((what != "samples", what, i))
+        dist.all_gather_object(of_all, (mesh.get_coordinate(), sums, found))
+        if off := sorted({one for *_, theirs in of_all for one in theirs}):
+            return {"what": off[0][1], "axes": [_AXES[i] for _, what, i in off if what == off[0][1]]}
+        for again in (None, *_AXES):
+            total = 0.0
+            for at, theirs, _ in of_all:
+                extra = [a for a, i in zip(_AXES, at, strict=True) if i and a != again]
+                total += sum(s for what, s in theirs.items() if not _COPIES[what.split(".")[-1]].intersection(extra))
+            if math.isclose(total, seen["norm"] ** 2, rel_tol=1e-4):
+                return again and ["norm", [again]]
+        return "norm", []
 
 
 _RIGHT = {
@@ -284,21 +306,22 @@ class plan_cluster:
     one_micro_batch_a_stage = _for("llama-405b", tp=8, pp=16, dp=128, zero=2)
     a_stage_for_every_layer = _for("gpt-76b", tp=4, pp=60, dp=4)
 
-    def right(case):
-        """Second solution: try the layouts that put tp in the node, stages next, and score them."""
+    # Arithmetic of the planner's, no reason of one's own.
+    without_the_idea_asks_the_planner = lambda case: plan_case(case).best.layout.as_dict()
+
+    def without_the_idea_scores_them_all(case):
         found = []
-        gpus = CASES[case].run.gpus
         for pp in (4, 8, 16):
-            for recompute, chunks in product(("none", "selective"), (1, 2, 4, 5, 8)):
-                fields = {"tp": 8, "pp": pp, "dp": gpus // (8 * pp), "recompute": recompute, "virtual_stages": chunks}
-                fields |= {"zero": 1 if gpus > 8 * pp else 0, "schedule": "1f1b" if chunks == 1 else "interleaved"}
-                found.append((score(fields, case).points, len(found), fields))
+            fields = {"tp": 8, "pp": pp, "dp": CASES[case].run.gpus // (8 * pp), "zero": 1}
+            found.append((score(fields, case).points, pp, fields))
         return max(found)[2]
+
+    without_the_idea_one_recipe = lambda case: {"tp": 8, "pp": 8, "dp": CASES[case].run.gpus // 64}
 
     right_stage_2_as_the_paper_says = lambda case: (
         _RIGHT[case] | ({"cp": 1, "dp": 128, "zero": 2} if case == "llama-405b" else {})
     )
-    right_dictionary_of_the_planner = lambda case: plan_case(case).best.layout.as_dict()
+    right_dictionary_of_a_layout = lambda case: Layout(**_RIGHT[case]).as_dict()
 
     def right_2(case):
         """Third solution: from the states alone, without trying: the fewest stages whose states leave half of the GPU."""
@@ -326,19 +349,34 @@ class plan_cluster:
 
 #: What an answer must be told, by defect.
 SENTENCES = {
-    "slowest_first": "The order is reversed",
-    "counted_from_one": "counted from 0",
     "crossing_by_the_first_group": "Look at every group of tp",
     "crossing_if_stride_times_size_does_not_divide": "one rank is in one node",
-    "layers_of_the_whole_model": "one part in 4 of the model",
-    "tensor_parallelism_once_a_step": "for each of the 13",
-    "the_pipeline_divided_by_tp": "sends the whole stream",
-    "in_gigabytes": "Return bytes, not GB",
     "a_loop_without_end": "It never ends",
-    "rounds_of_a_ring_that_never_closes": "It never ends",
-    "activations_but_no_gradient_back": "their gradient back",
-    "gradients_not_divided_by_tp": "tp divides them too",
-    "three_tenths_too_much": "no usual mistake gives that number (tp=1, pp=1, dp=2",
+    "without_the_idea_fastest_first": "The sizes are right and the order is not",
+    "without_the_idea_stages_in_the_node": "The sizes are right and the order is not",
+    "without_the_idea_sums_over_all_ranks": "The loss is counted 2 times",
+    "norm_over_the_replicas_too": "The norm counts 2 replicas",
+    "loss_over_tp_too": "The loss is counted 2 times",
+    "loss_of_whole_sequences_only": "lacks tokens",
+    "norm_of_a_stage": "clips by a number of its own",
+    "norm_of_the_shards": "The norm lacks parts",
+    "other_samples_for_each_cp_rank": "reads a part of the same samples",
+    "same_samples_for_the_shards": "FSDP is data parallelism",
+    "one_axis_for_fsdp": "`hsdp` has two",
+    "cp_left_out_of_fsdp": "folded into its shards",
+    "shards_far_and_replicas_near": "Shards and replicas are exchanged",
+    "names_in_place_of_meshes": "is to be a DeviceMesh",
+    "without_the_idea_all_is_well": "You find nothing in a job",
+    "without_the_idea_always_the_same": "You name samples",
+    "without_the_idea_copies_alone": "parts that are equal are a fault",
+    "without_the_idea_the_norm_beside_one_process": "You ",
+    "without_the_idea_asks_the_check": "This asks the check",
+    "forgets_the_norm": "add up yourself",
+    "the_norm_before_all_else": "You name norm",
+    "each_rank_for_itself": "Ranks say different things",
+    "one_axis_where_there_are_two": "the axes are not dp",
+    "without_the_idea_asks_the_planner": "The answer asks the planner",
+    "without_the_idea_scores_them_all": "scores one layout after the other",
     "factors_that_do_not_multiply": "8192 ranks",
 }
-DEFECTS, SECOND_SOLUTIONS = listed(coordinates, sketch, group_traffic, plan_cluster)
+DEFECTS, SECOND_SOLUTIONS = listed(sketch, build_mesh, find_fault, plan_cluster)

@@ -2,106 +2,20 @@
 
 # ruff: noqa: E731
 
-import itertools
-from fractions import Fraction
+import weakref
+from collections import Counter
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.checks.rung09 import best_choice
 from lablib.toys.recompute import checkpoint as course_checkpoint
 from tests.planted import listed
-
-
-def _block(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused, *, mask=1, group=True):
-    n, pairs = batch * seq, heads * batch * seq * seq
-    keys = hidden // heads * (kv_heads if group else heads)
-    kept = 2 * n * (6 * hidden + 2 * keys + (2 + gated) * ffn) + 2 * mask * n * hidden * dropout
-    return kept + (4 * n * heads if fused else pairs * (2 + (mask + 2) * dropout))
-
-
-class block_bytes:
-    masks_of_two_bytes = lambda *case: _block(*case, mask=2)
-    masks_forgotten = lambda *case: _block(*case, mask=0)
-
-    every_query_its_own_keys = lambda *case: _block(*case, group=False)
-    fused_keeps_scores = lambda *case: _block(*case[:8], False)
-
-    def right(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
-        """Second solution: a table of tensors, (values, bytes a value), summed."""
-        n, kv = batch * seq, hidden * kv_heads // heads
-        streams = (
-            "input of norm 1",
-            "output of norm 1",
-            "q",
-            "attention output",
-            "input of norm 2",
-            "output of norm 2",
-        )
-        table = [(name, n * hidden, 2) for name in streams]
-        table += [("k", n * kv, 2), ("v", n * kv, 2), ("input of the activation", n * ffn, 2)]
-        table.append(("input of the down projection", n * ffn, 2))
-        if gated:
-            table.append(("up", n * ffn, 2))
-        if dropout:
-            table += [("mask of attention", n * hidden, 1), ("mask of the MLP", n * hidden, 1)]
-        if fused:
-            table.append(("statistics", n * heads, 4))
-        else:
-            table.append(("softmax", batch * heads * seq**2, 2))
-            if dropout:
-                table += [("mask", batch * heads * seq**2, 1), ("dropped weights", batch * heads * seq**2, 2)]
-        return sum(values * size for _, values, size in table)
-
-    def right_2(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused):
-        """In units of s b h, as the paper writes it, with exact fractions."""
-        h, a, f = Fraction(hidden), heads, Fraction(ffn)
-        sbh = 4 + 2 + 2 + 4 * Fraction(kv_heads, a) + 2 + 2 + (6 if gated else 4) * f / h + (2 if dropout else 0)
-        scores = Fraction(4 * a) / h if fused else (5 if dropout else 2) * a * seq / h
-        return int(batch * seq * h * (sbh + scores))
-
-    def _less(**what):
-        """Return the right answer less some of its tensors."""
-
-        def answer(b, s, h, a, kv, f, gated, dropout, fused):
-            n, pairs = b * s, a * b * s * s
-            sizes = {"v": 2 * n * h * kv // a, "pairs": pairs * (not fused), "mask": pairs * fused * dropout}
-            sizes |= {"stream": 2 * n * h, "out": 2 * n * h * fused, "inner": 2 * n * f * (not gated)}
-            whole = _block(b, s, h, a, kv, f, gated, dropout, fused)
-            return whole - sum(times * sizes[name] for name, times in what.items())
-
-        return answer
-
-    input_of_the_output_projection_forgotten = _less(stream=1)
-    v_forgotten = _less(v=1)
-    k_and_v_forgotten = _less(v=2)
-    a_mask_inside_of_fused_attention = _less(mask=-1)
-    scores_before_softmax_kept_too = _less(pairs=-2)
-    output_of_fused_attention_twice = _less(out=-1)
-    gelu_keeps_one_tensor = _less(inner=1)
-
-    def the_paper_without_scores_where_fused(b, s, h, a, kv, f, gated, dropout, fused):
-        return (34 if dropout else 32) * s * b * h + (0 if fused else (5 if dropout else 2) * a * s * s * b)
-
-    the_formula_of_the_paper = lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b
-    output_of_the_block_too = _less(stream=-1)
-
-    def masks_of_two_bytes_and_v_forgotten(*case):
-        """Two mistakes at once."""
-        return block_bytes.masks_of_two_bytes(*case) + block_bytes.v_forgotten(*case) - _block(*case)
-
-    def weights_counted(b, s, h, a, kv, f, gated, *flags):
-        return _block(b, s, h, a, kv, f, gated, *flags) + 2 * (2 * h * h + 2 * h * h * kv // a + (2 + gated) * h * f)
-
-    ffn_of_four_times_the_width = lambda *case: _block(*case[:5], 4 * case[2], *case[6:])
-    statistics_for_key_heads = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - case[4]) * case[8]
-    heads_for_statistics_forgotten = lambda *case: _block(*case) - 4 * case[0] * case[1] * (case[3] - 1) * case[8]
-    counts_values_not_bytes = lambda *case: _block(*case) / 2
-    shared_input_kept_three_times = lambda *case: _block(*case) + 4 * case[0] * case[1] * case[2]
 
 
 def _function(*, random=True, fork=True, graph=False, keep="input", times=1, seed="given", train=True, own_seed=False):
@@ -284,57 +198,134 @@ class checkpoint:
     right = lambda block, x: _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
 
 
-def _policy(saved=PRODUCTS, *, also=(), each=True, apart=False, kept=lambda number: number % 2, **how):
-    """Build an answer with one idea changed."""
-    counted = {}
+def _saving(order, *, products=PRODUCTS, also=(), group=1, inputs=True, **how):
+    """Build an answer that saves products in this order of (number, inner width, bytes), as long as they fit."""
 
-    def answer(block, x):
-        def contexts():
-            asked = {} if each else counted
+    def run(model, x, save, seen):
+        def contexts(block):
+            asked = Counter()  # in a replay too, in some releases
 
-            def policy(ctx, function, *args, **kwargs):
-                key = ctx.is_recompute, apart and function
-                asked[key] = asked.get(key, 0) + (function in saved)
-                keep = (kept(asked[key]) and function in saved) or function in also
-                return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            def policy(ctx, operator, *args, **_):
+                if operator not in products:
+                    return CheckpointPolicy.MUST_SAVE if operator in also else CheckpointPolicy.PREFER_RECOMPUTE
+                left, right = args[-2:]
+                name = block, asked[ctx.is_recompute]
+                asked[ctx.is_recompute] += 1
+                seen[name] = len(seen), right.shape[-2], left.nbytes // left.shape[-1] * right.shape[-1]
+                return CheckpointPolicy.MUST_SAVE if name in save else CheckpointPolicy.PREFER_RECOMPUTE
 
             return create_selective_checkpoint_contexts(policy)
 
-        return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts, **how)
+        for first in range(0, len(model), group):
+            blocks = model[first : first + group]
+            x = torch_checkpoint(blocks, x, use_reentrant=False, context_fn=partial(contexts, first), **how)
+        return x
+
+    def answer(model, x, limit):
+        seen, save = {}, set()
+        with torch.random.fork_rng(devices=[]):
+            run(model, x, save, seen)
+        room = limit - inputs * (-(-len(model) // group) - 1) * x.nbytes
+        for name, (*_, size) in sorted(seen.items(), key=lambda each: order(*each[1])):
+            if size <= room:
+                save.add(name)
+                room -= size
+        return run(model, x, save, {})
 
     return answer
 
 
-class every_second:
-    no_checkpoint = lambda block, x: block(x)
-    without_a_policy = lambda block, x: torch_checkpoint(block, x, use_reentrant=False)
-    all_products_saved = lambda block, x: torch_checkpoint(
-        block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, list(PRODUCTS))
+def _by_price(number, inner, size):
+    return -inner, -size
+
+
+class keep_within:
+    without_checkpoints = lambda model, x, limit: model(x)
+    nothing_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 0)
+    everything_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 1 << 40)
+    one_checkpoint_around_all = _saving(_by_price, group=5)
+    two_blocks_in_a_checkpoint = _saving(_by_price, group=2)
+    other_masks = _saving(_by_price, preserve_rng_state=False)
+    inputs_of_blocks_forgotten = _saving(_by_price, inputs=False)
+    activations_saved_too = _saving(_by_price, also=[torch.ops.aten.tanh.default])
+    without_the_idea_first_come = _saving(lambda number, inner, size: number)
+    without_the_idea_every_second = _saving(lambda number, inner, size: (number % 2, number))
+    without_the_idea_the_largest = _saving(lambda number, inner, size: -size)
+    without_the_idea_the_smallest = _saving(lambda number, inner, size: size)
+    without_the_idea_most_flops = _saving(lambda number, inner, size: -inner * size)
+    products_with_bias_alone = _saving(_by_price, products=PRODUCTS[1:2])
+    right = _saving(_by_price)
+    right_2 = _saving(lambda number, inner, size: (-inner, -number))
+
+
+def _found(*ideas, where=None, model=lambda job: job.model()):
+    """Build an answer of some instruments: "values", "buffers", "memory"."""
+
+    def answer(job):
+        plain, mine = job.model(False), model(job)
+        calls = []
+
+        def note(name, part, args, y):
+            calls.append((name, [a.detach().clone() for a in args], y.detach().clone(), weakref.ref(y)))
+
+        for i, block in enumerate(mine):
+            for name, part in block.named_children():
+                part.register_forward_hook(partial(note, (i, name)))
+        losses = job.forward(mine)
+        first, found = len(calls), []
+        held = [name for name, *_, y in calls if y() is not None]
+        for loss in losses:
+            loss.backward()
+        again = [
+            name for name, args, y, _ in calls[first:]
+            for other, before, seen, _ in calls[:first]
+            if name == other and all(map(torch.equal, args, before)) and not torch.equal(y, seen)
+        ]  # fmt: skip
+        sum(job.forward(plain)).backward()
+        pairs = zip(mine, plain, strict=True)
+        twice = [(i, "gate") for i, (a, b) in enumerate(pairs) if not torch.equal(a.gate.load, b.gate.load)]
+        for idea, names in (("memory", held), ("values", again), ("buffers", twice)):
+            found += names if idea in ideas else []
+        return (where or (lambda job, found: found[0]))(job, found) if found else None
+
+    return answer
+
+
+_ALL = "values", "buffers", "memory"
+
+
+def _gradients(job, averaged):
+    """Return the last block whose gradients are not those without checkpoints."""
+    models = job.model(False), job.model()
+    for model in models:
+        sum(job.forward(model)).backward()
+        for parameter in model.parameters() if averaged else ():
+            dist.all_reduce(parameter.grad)
+    pairs = [zip(*(block.parameters() for block in blocks), strict=True) for blocks in zip(*models, strict=True)]
+    return [i for i, each in enumerate(pairs) if any(not torch.equal(a.grad, b.grad) for a, b in each)]
+
+
+class faulty_part:
+    all_is_well = lambda job: None
+    every_job_is_ill = lambda job: (0, "drop")
+    the_first_rank_is_ill = lambda job: None if dist.get_rank() else (_found(*_ALL)(job) or (0, "drop"))
+    without_the_idea_gradients_over_all_ranks = lambda job: ((b := _gradients(job, True)) and (b[-1], "drop")) or None
+    without_the_idea_the_last_block_with_other_gradients = lambda job: (
+        ((b := _gradients(job, False)) and (b[-1], "drop")) or None
     )
-    one_count_for_all_blocks = _policy(each=False)
-    products_with_bias_forgotten = _policy(PRODUCTS[:1])
-    activations_saved_too = _policy(also=[torch.ops.aten.tanh.default])
-    other_masks = _policy(preserve_rng_state=False)
-    with_and_without_bias_counted_apart = _policy(apart=True)
-    without_the_idea_three_of_five = _policy(kept=lambda number: number <= 3)
-    right = _policy()
-
-    def right_2(block, x):
-        """Counts with an iterator for each of the two runs."""
-
-        def contexts():
-            turns = [itertools.cycle((CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)) for _ in range(2)]
-
-            def policy(ctx, function, *_, **__):
-                again = CheckpointPolicy.MUST_RECOMPUTE
-                return next(turns[ctx.is_recompute]) if function in PRODUCTS else again
-
-            return create_selective_checkpoint_contexts(policy)
-
-        return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    without_the_idea_values_alone = _found("values", "memory")
+    without_the_idea_memory_alone = _found("memory")
+    memory_forgotten = _found("values", "buffers")
+    first_block_with_other_gradients = _found(*_ALL, where=lambda job, found: (0, found[0][1]))
+    the_part_behind = _found(*_ALL, where=lambda job, found: (found[0][0], "down"))
+    without_the_idea_one_micro_batch = lambda job: _found(*_ALL)(
+        SimpleNamespace(model=job.model, forward=lambda model: job.forward(model)[1:])
+    )
+    right = _found(*_ALL)
+    right_2 = _found(*_ALL, where=lambda job, found: SimpleNamespace(block=float(found[0][0]), part=found[0][1]))
 
 
 def _moments(job, kind, n):
@@ -480,42 +471,34 @@ class choose:
         return MappingProxyType(dict(zip(("extra", "peak", "strategy"), min(found), strict=True))) if found else None
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(block_bytes, checkpoint, every_second, choose)
+DEFECTS, SECOND_SOLUTIONS = listed(checkpoint, keep_within, choose, faulty_part)
 
 SENTENCES = {
-    "no_checkpoint": "Nothing runs again",
-    "without_a_policy": "save the outputs of the first, the third and the fifth",
-    "all_products_saved": "No product runs again",
-    "one_count_for_all_blocks": "begin to count anew in each block",
-    "products_with_bias_forgotten": "with bias (aten.addmm)",
-    "activations_saved_too": "More is kept",
-    "other_masks": "leave preserve_rng_state on",
-    "with_and_without_bias_counted_apart": "Not the second and the fourth product",
-    "without_the_idea_three_of_five": "Not the second and the fourth product",
-    "ffn_of_four_times_the_width": "and ffn = 4h; count this one",
-    "statistics_for_key_heads": "statistics a token and query head",
+    "without_checkpoints": "nothing runs again: wrap the blocks",
+    "nothing_is_saved": "FLOPs of the products run again; with the bytes that are left",
+    "everything_is_saved": "and so does each output that you save",
+    "one_checkpoint_around_all": "one goes around several",
+    "two_blocks_in_a_checkpoint": "one goes around several",
+    "other_masks": "the replay needs forward's random numbers",
+    "inputs_of_blocks_forgotten": "the inputs of blocks count too",
+    "activations_saved_too": "and so does each output that you save",
+    "without_the_idea_first_come": "of two outputs of as many bytes keep",
+    "without_the_idea_every_second": "of two outputs of as many bytes keep",
+    "without_the_idea_the_largest": "of two outputs of as many bytes keep",
+    "without_the_idea_the_smallest": "of two outputs of as many bytes keep",
+    "without_the_idea_most_flops": "of two outputs of as many bytes keep",
+    "every_job_is_ill": "Both ranks accuse themselves",
+    "the_first_rank_is_ill": "is accused",
+    "without_the_idea_values_alone": "compare buffers",
+    "memory_forgotten": "weigh what is alive when forward has ended",
+    "first_block_with_other_gradients": "a wrong gradient goes on into all blocks before it",
+    "the_part_behind": "follow the block part by part",
+    "without_the_idea_one_micro_batch": "that the second micro-batch has changed",
     "step_flops": "backward runs once in any case",
     "last_blocks_instead_of_the_first": "the blocks behind it are gone already",
-    "v_forgotten": "Both products of attention need their factors",
-    "k_and_v_forgotten": "Both products of attention need their factors",
-    "a_mask_inside_of_fused_attention": "draws its dropout inside of the kernel",
-    "scores_before_softmax_kept_too": "its derivative needs its output, not qkᵀ",
-    "output_of_fused_attention_twice": "Attention's output is the input of the output projection",
-    "gelu_keeps_one_tensor": "the input of its activation and the input of the down projection",
-    "weights_counted": "Weights are there anyway",
     "segments_before_forgotten": "the inputs of those before it are still kept",
-    "the_formula_of_the_paper": "is a GPT block with dropout, plain attention and ffn = 4h",
-    "the_paper_without_scores_where_fused": "is a GPT block with dropout, plain attention and ffn = 4h",
     "segments_of_the_square_root": "Segments cost the same FLOPs whatever their length",
     "adds_the_moments": "of the end of forward and the replays the larger",
-    "output_of_the_block_too": "A sum needs neither of its terms",
-    "masks_of_two_bytes": "A dropout mask has one byte a value",
-    "masks_forgotten": "There are two dropout masks in the stream",
-    "masks_of_two_bytes_and_v_forgotten": "There is another mistake beside it",
-    "every_query_its_own_keys": "Keys and values have kv_heads heads",
-    "fused_keeps_scores": "Fused attention keeps no scores",
-    "shared_input_kept_three_times": "Matrices that read the same tensor keep it once",
-    "counts_values_not_bytes": "Values have 16 bits",
     "seeds_forward_and_replay": "save that state, and seed nothing",
     "without_the_idea_the_checks_own_list": "These are the check's own numbers",
     "without_the_idea_end_of_forward": "A replay brings bytes back",

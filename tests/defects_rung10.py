@@ -2,18 +2,17 @@
 
 # ruff: noqa: E731
 
-import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
-from statistics import fmean
+from collections import Counter, namedtuple
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from tests.planted import asked, listed, told
+from lablib.checks import rung10
+from lablib.launch.measure import record_comms
+from lablib.toys import collectives
+from tests.planted import listed
 
 
 def _ring(row, rank, ranks, exchange, *, halves=(True, True), first=0, cut=None, add_again=False, short=0):
@@ -208,284 +207,376 @@ class ring_all_reduce:
         row[:] = torch.cat(pieces)
 
 
-def _choose(size, ranks, bandwidth, latency, ring=None, tree=None, best=None, cross=None):
-    levels = math.ceil(math.log2(ranks))
-    ring = ring or (2 * (ranks - 1), 2 * (ranks - 1) / ranks)
-    tree = tree or (2 * levels, 2 * levels)
-    times = {
-        name: rounds * latency + passes * size / bandwidth
-        for name, (rounds, passes) in {"ring": ring, "tree": tree}.items()
-    }
-    if cross is None:
-        cross = max(0.0, (ring[0] - tree[0]) * latency / ((tree[1] - ring[1]) / bandwidth))
-    return {**times, "crossover": cross, "best": best or min(times, key=times.get)}
+def _double(row, rank, ranks, exchange, rounds=None, steps=1):
+    for bit in range(ranks.bit_length() - 1 if rounds is None else rounds):
+        partner = rank ^ (steps << bit)
+        room = torch.empty_like(row)
+        exchange(row, partner, room, partner)
+        row += room
 
 
-class choose_algorithm:
-    no_latency = asked(_choose, ring=lambda ranks: (0, 2 * (ranks - 1) / ranks))
-    latency_once = asked(_choose, ring=lambda ranks: (2, 2 * (ranks - 1) / ranks))
-    reduce_scatter_only = asked(_choose, ring=lambda ranks: (ranks - 1, (ranks - 1) / ranks))
-    without_the_idea_always_the_ring = asked(_choose, best="ring")
+def _fast(row, rank, ranks, exchange, latency, bandwidth, ring=None):
+    seconds, rounds = 8 * len(row) / bandwidth, ranks.bit_length() - 1
+    if ring is None:
+        ring = 2 * (ranks - 1) * (latency + seconds / ranks) < rounds * (latency + seconds)
+    (_ring if ring else _double)(row, rank, ranks, exchange)
 
-    # Takes the size where the ring's own two terms are equal for the crossover.
-    where_latency_equals_bytes = asked(_choose, cross=lambda ranks, latency, bandwidth: ranks * latency * bandwidth)
-    in_bits = asked(_choose, size=lambda size: 8 * size)
-    n_steps_in_each_half = asked(_choose, ring=lambda ranks: (2 * ranks, 2))
-    pipelined_tree = asked(_choose, tree=lambda ranks: (2 * math.ceil(math.log2(ranks)), 2))
-    levels_rounded_down = asked(_choose, tree=lambda ranks: [2 * max(1, math.floor(math.log2(ranks)))] * 2)
-    crossover_in_seconds_a_byte = told(
-        _choose, lambda right, bandwidth: right | {"crossover": right["crossover"] / bandwidth}
+
+class fast_all_reduce:
+    without_the_idea_always_the_ring = lambda *case: _fast(*case, ring=True)
+    without_the_idea_always_doubling = lambda *case: _fast(*case, ring=False)
+    # A size that was right on one network; and where the two terms of one message are equal.
+    without_the_idea_a_fixed_size = lambda row, *rest: _fast(row, *rest, ring=len(row) > 60)
+    where_one_message_costs_twice = lambda row, *rest: _fast(row, *rest, ring=8 * len(row) > rest[3] * rest[4])
+
+    def compares_bytes_alone(row, rank, ranks, exchange, latency, bandwidth):
+        _fast(row, rank, ranks, exchange, latency, bandwidth, ring=2 * (ranks - 1) / ranks < ranks.bit_length() - 1)
+
+    def the_same_partner_again(row, rank, ranks, exchange, latency, bandwidth):
+        for _ in range(ranks.bit_length() - 1):
+            _double(row, rank, ranks, exchange, rounds=1)
+        if ranks == 2:
+            row += row
+
+    def one_round_too_few(row, rank, ranks, exchange, latency, bandwidth):
+        _double(row, rank, ranks, exchange, rounds=ranks.bit_length() - 2)
+
+    def each_to_all_others(row, rank, ranks, exchange, latency, bandwidth):
+        """Whole arrays in n - 1 rounds: neither few messages nor few bytes."""
+        mine = row.clone()
+        for step in range(1, ranks):
+            room = torch.empty_like(row)
+            exchange(mine, (rank + step) % ranks, room, (rank - step) % ranks)
+            row += room
+        if ranks == 2:
+            exchange(mine, 1 - rank, torch.empty_like(row), 1 - rank)
+
+    def right(row, rank, ranks, exchange, latency, bandwidth):
+        """Second solution: the size at which they cross, and doubling from the farthest partner on."""
+        rounds = ranks.bit_length() - 1
+        saved = rounds - 2 * (ranks - 1) / ranks
+        if saved > 0 and row.nbytes > (2 * (ranks - 1) - rounds) * latency * bandwidth / saved:
+            ring_all_reduce_right(row, rank, ranks, exchange)
+            return
+        for bit in reversed(range(rounds)):
+            room = row.clone()
+            exchange(send=row.clone(), to=rank ^ 2**bit, receive=room, source=np.int64(rank ^ 2**bit))
+            row.add_(room)
+
+    def right_2(row, rank, ranks, exchange, latency, bandwidth):
+        """Halving and doubling where bytes decide: a ring's bytes in fewer rounds."""
+        seconds, rounds = row.nbytes / bandwidth, ranks.bit_length() - 1
+        if rounds * (latency + seconds) <= 2 * rounds * latency + 2 * (ranks - 1) / ranks * seconds:
+            _double(row, rank, ranks, exchange)
+            return
+        parts, kept = [], row
+        for bit in reversed(range(rounds)):
+            low, high = kept.tensor_split(2)
+            mine, other = (high, low) if rank >> bit & 1 else (low, high)
+            room = torch.empty_like(mine)
+            exchange(other, rank ^ 1 << bit, room, rank ^ 1 << bit)
+            mine += room
+            parts.append((bit, mine, other))
+            kept = mine
+        for bit, mine, other in reversed(parts):
+            exchange(mine, rank ^ 1 << bit, other, rank ^ 1 << bit)
+
+
+ring_all_reduce_right = ring_all_reduce.right
+
+
+def _groups(per_host):
+    ranks = dist.get_world_size()
+    hosts = [list(range(first, first + per_host)) for first in range(0, ranks, per_host)]
+    inside, _ = dist.new_subgroups_by_enumeration(hosts)
+    across, _ = dist.new_subgroups_by_enumeration([list(place) for place in zip(*hosts, strict=True)])
+    return inside, across
+
+
+def _held(tensor):
+    done = torch.futures.Future()
+    done.set_result(tensor)
+    return done
+
+
+def _in_two_levels(flat, inside, across, *, parts=None, cross=True, hand_round=True):
+    parts = parts or dist.get_world_size(inside)
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % parts)])
+    chunk = padded.new_empty(len(padded) // parts)
+    dist.reduce_scatter_tensor(chunk, padded, group=inside)
+    if cross:
+        dist.all_reduce(chunk, group=across)
+    if hand_round:
+        dist.all_gather_into_tensor(padded, chunk, group=inside)
+    return padded[: len(flat)]
+
+
+def _hooks(work):
+    """Return an answer whose hook holds `work(flat, inside, across, ranks)`."""
+
+    def answer(per_host):
+        groups = _groups(per_host)
+        return lambda state, bucket: _held(work(bucket.buffer(), *groups, dist.get_world_size()))
+
+    return answer
+
+
+def _sum(tensor, group=None):
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _by_leaders(flat, inside, across, ranks):
+    first = dist.get_process_group_ranks(inside)[0]
+    dist.reduce(flat, first, group=inside)
+    if dist.get_rank() == first:
+        dist.all_reduce(flat, group=across)
+    dist.broadcast(flat, first, group=inside)
+    return flat / ranks
+
+
+def _own_chunk_of_a_whole_sum(flat, inside, across, ranks):
+    size, place = dist.get_world_size(inside), dist.get_group_rank(inside, dist.get_rank())
+    padded = torch.cat([_sum(flat, inside), flat.new_zeros(-len(flat) % size)])
+    chunk = _sum(padded.chunk(size)[place].clone(), across)
+    dist.all_gather_into_tensor(padded, chunk, group=inside)
+    return padded[: len(flat)] / ranks
+
+
+def _drops_what_is_left_over(flat, inside, across, ranks):
+    cut = flat[: len(flat) // dist.get_world_size(inside) * dist.get_world_size(inside)]
+    return torch.cat([_in_two_levels(cut, inside, across), flat[len(cut) :]]) / ranks
+
+
+class make_hook:
+    without_the_idea_one_flat_all_reduce = _hooks(lambda flat, inside, across, ranks: _sum(flat) / ranks)
+    without_the_idea_one_rank_speaks_for_its_host = _hooks(_by_leaders)
+    without_the_idea_all_of_it_crosses = _hooks(
+        lambda flat, inside, across, ranks: _sum(_sum(flat, inside), across) / ranks
     )
-
-    def larger_term_alone(size, ranks, bandwidth, latency):
-        passes, levels = 2 * (ranks - 1) / ranks, math.ceil(math.log2(ranks))
-        ring = max(2 * (ranks - 1) * latency, passes * size / bandwidth)
-        return _choose(size, ranks, bandwidth, latency) | {
-            "ring": ring,
-            "tree": 2 * levels * max(latency, size / bandwidth),
-        }
-
-    def crossover_below_zero(size, ranks, bandwidth, latency):
-        """Where the ring always wins, the two lines cross left of zero."""
-        levels, passes = math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
-        cross = (2 * (ranks - 1) - 2 * levels) * latency * bandwidth / (2 * levels - passes)
-        return _choose(size, ranks, bandwidth, latency, cross=cross if cross > 0 else -float(ranks))
-
-    def waits_for_the_times_to_meet(size, ranks, bandwidth, latency):
-        bound = 0
-        while _choose(size, ranks, bandwidth, latency)["ring"] > 0:
-            bound += 1
-        return bound
-
-    names_exchanged = told(_choose, lambda right: right | {"ring": right["tree"], "tree": right["ring"]})
-    no_crossover = told(_choose, lambda right: right | {"crossover": right["crossover"] or None})
-    best_in_a_list = asked(_choose, best=["ring"])
-
-    def right_3(size, ranks, bandwidth, latency):
-        """An object, chunks of whole bytes, and the first whole byte from which the ring is faster."""
-        right, chunks = (_choose(s, ranks, bandwidth, latency) for s in (size, -(-size // ranks) * ranks))
-        ring, tree, cross = chunks["ring"], right["tree"], right["crossover"] and math.floor(right["crossover"]) + 1
-        return SimpleNamespace(ring=ring, tree=tree, crossover=cross, best="ring" if ring < tree else "tree")
-
-    def right_2(size, ranks, bandwidth, latency):
-        """Exact fractions, in numpy's numbers; the crossover is a whole number of bytes."""
-        alpha, beta, levels = Fraction(latency), 1 / Fraction(bandwidth), (ranks - 1).bit_length()
-        times = {
-            "ring": 2 * (ranks - 1) * (alpha + Fraction(size, ranks) * beta),
-            "tree": 2 * levels * (alpha + size * beta),
-        }
-        cross = alpha * (2 * (ranks - 1) - 2 * levels) / (beta * (2 * levels - Fraction(2 * (ranks - 1), ranks)))
-        seconds = {name: np.float64(float(time)) for name, time in times.items()}
-        return {
-            **seconds,
-            "crossover": np.int64(max(0, round(cross))),
-            "best": min(times, key=times.get),
-            "gain": float(times["tree"] / times["ring"]),
-        }
-
-    def right(size, ranks, bandwidth, latency):
-        """Second solution: step by step, and the crossing by halving an interval."""
-
-        def ring(s):
-            return sum(latency + s / ranks / bandwidth for _ in range(2 * (ranks - 1)))
-
-        def tree(s):
-            have, rounds = 1, 0
-            while have < ranks:
-                have, rounds = 2 * have, rounds + 1
-            return 2 * rounds * (latency + s / bandwidth)
-
-        low, high = 0.0, 2.0**60
-        if ring(1e-9) <= tree(1e-9):
-            high = 0.0
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if ring(middle) > tree(middle) else (low, middle)
-        choice = "tree" if tree(size) < ring(size) else "ring"
-        return {"best": choice, "crossover": high, "ring": ring(size), "tree": tree(size)}
-
-
-def _leaving(order, axes, per_host, *, host=None, back=True, factor=None, crossing=True, busiest=max):
-    host = host or (lambda rank: rank // per_host)
-    ranks = math.prod(axes[name][0] for name in order)
-    out, stride = [0.0] * (ranks // per_host), 1
-    for name in order:
-        size, kind, payload = axes[name]
-        for rank in range(ranks):
-            at = rank // stride % size
-            edges = [1] if kind == "all_reduce" else [s for s in ((1, -1) if back else (1,)) if 0 <= at + s < size]
-            share = 1 if kind == "stages" else factor(size) if factor else 2 * (size - 1) / size
-            for step in edges:
-                target = rank + ((at + step) % size - at) * stride
-                if host(target) != host(rank) or not crossing:
-                    out[host(rank) % len(out)] += share * payload
-        stride *= size
-    return busiest(out)
-
-
-def _best(axes, per_host, choose=None, count=None):
-    orders = list(itertools.permutations(axes))
-    order = choose(orders) if choose else min(orders, key=lambda names: _leaving(names, axes, per_host))
-    return order, (count or _leaving)(order, axes, per_host)
-
-
-def _counting(**how):
-    """Return an answer with the right order, and its bytes counted otherwise."""
-    return lambda *case: _best(*case, count=lambda order, axes, per_host: _leaving(order, axes, per_host, **how))
-
-
-@dataclass
-class Placement:
-    order: Iterator[str]
-    leaving: torch.Tensor
-
-
-class place:
-    tensor_parallel_always_inside = asked(
-        _best, choose=lambda axes: lambda _: tuple(sorted(axes, key=("tp", "pp", "dp").index))
+    groups_exchanged = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, across, inside) / ranks)
+    the_whole_sum_before_it_is_cut = _hooks(_own_chunk_of_a_whole_sum)
+    sums = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across))
+    divides_by_the_host = _hooks(
+        lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across) / dist.get_world_size(inside)
     )
-    largest_payload_inside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: -axes[a][2])))
-    largest_payload_outside = asked(_best, choose=lambda axes: lambda _: tuple(sorted(axes, key=lambda a: axes[a][2])))
-    counts_what_stays_inside = _counting(crossing=False)
+    nothing_crosses = _hooks(
+        lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across, cross=False) / ranks
+    )
+    only_across = _hooks(lambda flat, inside, across, ranks: _sum(flat, across) / ranks)
+    drops_what_is_left_over = _hooks(_drops_what_is_left_over)
+    in_float32 = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat.float(), inside, across) / ranks)
+    unchanged = _hooks(lambda flat, inside, across, ranks: flat / ranks)
 
-    def turns_the_order_round(axes, ranks_per_host):
-        """Tries each axis innermost, and leaves the others in the order that they have."""
-        turned = [tuple(axes)[k:] + tuple(axes)[:k] for k in range(len(axes))]
-        return _best(
-            axes, ranks_per_host, choose=lambda _: min(turned, key=lambda o: _leaving(o, axes, ranks_per_host))
-        )
+    def hosts_of_two(per_host):
+        """Knows the machine that it was written on."""
+        return make_hook.right(2)
 
-    def stages_send_one_way(axes, ranks_per_host):
-        orders = list(itertools.permutations(axes))
-        order = min(orders, key=lambda names: _leaving(names, axes, ranks_per_host, back=False))
-        return order, _leaving(order, axes, ranks_per_host, back=False)
+    def groups_in_each_call(per_host):
+        def hook(state, bucket):
+            return _held(_in_two_levels(bucket.buffer(), *_groups(per_host)) / dist.get_world_size())
 
-    payload_once = _counting(factor=lambda size: 1)
-    all_hosts_together = _counting(busiest=sum)
+        return hook
 
-    def ranks_dealt_out_like_cards(axes, ranks_per_host):
-        """Takes rank r to be on host r mod hosts."""
-        ranks = math.prod(size for size, _, _ in axes.values())
-        hosts = ranks // ranks_per_host
-        return _best(axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, host=lambda rank: rank % hosts))
+    def calls_the_toy(per_host):
+        groups = collectives.node_groups(per_host)
 
-    mean_over_the_hosts = _counting(busiest=fmean)
-    payload_twice = _counting(factor=lambda size: 2)
-    payload_in_each_step = _counting(factor=lambda size: 2 * (size - 1))
-    outermost_first = told(_best, lambda found: (found[0][::-1], found[1]))
-    bytes_before_the_order = told(_best, lambda found: found[::-1])
-    counts_what_arrives = told(_best, lambda found: (found[0], 2 * found[1]))
+        def hook(state, bucket):
+            collectives.hierarchical_all_reduce(bucket.buffer(), groups)
+            return _held(bucket.buffer() / dist.get_world_size())
 
-    def n_of_all_ranks(axes, ranks_per_host):
-        ranks = math.prod(size for size, _, _ in axes.values())
-        return _best(
-            axes, ranks_per_host, count=lambda o, a, g: _leaving(o, a, g, factor=lambda _: 2 * (ranks - 1) / ranks)
-        )
+        return hook
 
-    def stages_in_a_ring(axes, ranks_per_host):
-        """The last stage sends to the first, and the first to the last."""
+    def returns_the_tensor(per_host):
+        groups = _groups(per_host)
+        return lambda state, bucket: _in_two_levels(bucket.buffer(), *groups) / dist.get_world_size()
 
-        def leaving(order, axes, per_host):
-            out, stride = {}, 1
-            ranks = math.prod(axes[name][0] for name in order)
-            for name in order:
-                size, kind, payload = axes[name]
-                links = [(1, payload), (-1, payload)] if kind == "stages" else [(1, payload * 2 * (size - 1) / size)]
-                for rank, (step, count) in itertools.product(range(ranks), links):
-                    at = rank // stride % size
-                    there = (rank + ((at + step) % size - at) * stride) // per_host
-                    out[rank // per_host] = out.get(rank // per_host, 0) + count * (there != rank // per_host)
-                stride *= size
-            return max(out.values())
+    def right(per_host):
+        """Second solution: a mesh, the mean before the sums, and an all-to-all with a sum for the reduce-scatter."""
+        ranks = dist.get_world_size()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks // per_host, per_host), mesh_dim_names=("host", "place"))
 
-        return _best(axes, ranks_per_host, count=leaving)
+        def hook(state, bucket):
+            flat = bucket.buffer()
+            flat.div_(ranks)
+            size = -(-flat.numel() // per_host)
+            pieces = flat.new_zeros(per_host, size)
+            pieces.view(-1)[: flat.numel()] = flat
+            came = torch.empty_like(pieces)
+            dist.all_to_all_single(came, pieces, group=mesh["place"].get_group())
+            work = dist.all_reduce(chunk := came.sum(0), group=mesh["host"].get_group(), async_op=True)
+            work.wait()
+            dist.all_gather_into_tensor(pieces.view(-1), chunk, group=mesh["place"].get_group())
+            flat.copy_(pieces.view(-1)[: flat.numel()])
+            return _held(flat)
 
-    what_one_rank_sends = lambda *case: _best(*case, count=lambda o, a, g: _leaving(o, a, g) / g)
-    names_in_a_set = told(_best, lambda found: (set(found[0]), found[1]))
+        return hook
 
-    def right_3(axes, ranks_per_host):
-        """A dataclass, with the names one after the other."""
-        order, count = _best(axes, ranks_per_host)
-        return Placement(iter(order), torch.tensor(count, dtype=torch.float64))
+    def right_2(per_host):
+        """Uneven chunks, each reduced to its rank and broadcast by it; each rank makes only its own groups."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        own = {"use_local_synchronization": True}
+        first = rank // per_host * per_host
+        inside = dist.new_group(list(range(first, first + per_host)), **own)
+        across = dist.new_group(list(range(rank % per_host, ranks, per_host)), **own)
 
-    def right_2(axes, ranks_per_host):
-        """As arrays: the hosts of both ends of every link, in a list of two."""
-        found = []
-        for order in itertools.permutations(axes):
-            sizes = [axes[name][0] for name in order]
-            rank = np.arange(math.prod(sizes)).reshape(sizes[::-1])
-            out = np.zeros(rank.size // ranks_per_host)
-            for axis, name in zip(range(len(order) - 1, -1, -1), order, strict=True):
-                size, kind, payload = axes[name]
-                ahead = np.roll(rank, -1, axis)
-                if kind == "all_reduce":
-                    links = [(rank, ahead, payload * 2 * (size - 1) / size)]
-                else:
-                    cut = [slice(None)] * len(sizes)
-                    cut[axis] = slice(0, size - 1)
-                    one, other = rank[tuple(cut)], ahead[tuple(cut)]
-                    links = [(one, other, payload), (other, one, payload)]
-                for source, target, count in links:
-                    crosses = source // ranks_per_host != target // ranks_per_host
-                    np.add.at(out, source[crosses] // ranks_per_host, count)
-            found.append((out.max(), list(order)))
-        count, order = min(found)
-        return [np.array(order), np.int64(round(count))]
+        def hook(state, bucket):
+            chunks = bucket.buffer().tensor_split(per_host)
+            for place, chunk in enumerate(chunks):
+                dist.reduce(chunk, first + place, group=inside)
+            dist.all_reduce(chunks[rank - first], group=across)
+            for place, chunk in enumerate(chunks):
+                dist.broadcast(chunk, first + place, group=inside)
+            return _held(bucket.buffer() / ranks)
 
-    def right(axes, ranks_per_host):
-        """Second solution: build each axis's groups by coordinates, then walk along their links."""
-        results = {}
-        for order in itertools.permutations(axes):
-            sizes = [axes[name][0] for name in reversed(order)]
-            coordinates = list(itertools.product(*map(range, sizes)))
-            number = {c: rank for rank, c in enumerate(coordinates)}
-            leaves = {}
-            for position, name in enumerate(reversed(order)):
-                size, kind, payload = axes[name]
-                for rest in {(*c[:position], 0, *c[position + 1 :]) for c in coordinates}:
-                    group = [number[(*rest[:position], i, *rest[position + 1 :])] for i in range(size)]
-                    links = [(a, b, payload) for a, b in itertools.pairwise(group)]
-                    links += [(b, a, payload) for a, b, _ in links]
-                    if kind == "all_reduce":
-                        share = 2 * payload - 2 * payload / size
-                        links = [(a, b, share) for a, b in zip(group, group[1:] + group[:1], strict=True)]
-                    for a, b, count in links:
-                        hosts = a // ranks_per_host, b // ranks_per_host
-                        leaves[hosts[0]] = leaves.get(hosts[0], 0) + count * (hosts[0] != hosts[1])
-            results[order] = max(leaves.values())
-        order = min(sorted(results), key=results.get)
-        return list(order), results[order]
+        return hook
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, choose_algorithm, place)
+Found = namedtuple("Found", "step rank layers")
+
+
+def _look(job, *, put_in=True, used=True, from_step=0):
+    """Return what each rank put in and used in each step: [step][rank][(layer, what of it)]."""
+    model, own, given, sums = job.model(), {}, [], dist.all_reduce
+    names = [name for name, _ in model.named_parameters()]
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: own.update({name: p.grad.clone()}))
+
+    def watched(tensor, *args, **how):
+        given.append(next((x for x in names if torch.equal(own[x], tensor)), ""))
+        return sums(tensor, *args, **how)
+
+    dist.all_reduce = watched
+    steps = []
+    for step in range(job.steps):
+        given.clear()
+        job.step(model, step)
+        mine = [(x, x) for x in given] * put_in
+        mine += [(x, str(p.grad.tolist())) for x, p in model.named_parameters()] * used
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, mine)
+        steps.append(seen)
+    return steps[from_step:]
+
+
+def _judged(steps):
+    found = []
+    for step, seen in enumerate(steps):
+        odd = {}
+        for column in zip(*seen, strict=True):
+            usual = Counter(column).most_common(1)[0][0]
+            for rank, entry in enumerate(column):
+                if entry != usual:
+                    odd.setdefault(rank, set()).update({entry[0], usual[0]} - {""})
+        if odd:
+            rank, layers = next(iter(odd.items()))
+            found.append(Found(step, rank, layers))
+    return found[0] if found else None
+
+
+def _changed(**what):
+    def answer(job):
+        found = _judged(_look(job))
+        return found and found._replace(**{name: change(getattr(found, name)) for name, change in what.items()})
+
+    return answer
+
+
+class find_fault:
+    def without_the_idea_compares_calls(job):
+        """Operation, bytes and group of each call, as the recorder has them."""
+        with record_comms() as log:
+            model = job.model()
+            for step in range(job.steps):
+                job.step(model, step)
+        mine = [("0.weight", str((event.op, event.bytes, event.ranks))) for event in log.events]
+        dist.all_gather_object(seen := [None] * dist.get_world_size(), mine)
+        return _judged([seen])
+
+    without_the_idea_says_healthy = lambda job: None
+    # What the losses beside those of one process tell.
+    without_the_idea_knows_the_step_alone = _changed(rank=lambda rank: 0, layers=lambda layers: {"0.weight"})
+
+    def without_the_idea_asks_the_check(job):
+        kind, rank, step, layers = rung10._fault(job.seed, job.steps)
+        return Found(step, rank, {f"{i}.weight" for i in layers}) if kind else None
+
+    looks_at_what_is_put_in = lambda job: _judged(_look(job, used=False))
+    looks_at_what_is_used = lambda job: _judged(_look(job, put_in=False))
+    one_layer_of_two = _changed(layers=lambda layers: {min(layers)})
+    the_next_rank = _changed(rank=lambda rank: (rank + 1) % 4)
+    counts_steps_from_1 = _changed(step=lambda step: step + 1)
+    begins_with_the_second_step = lambda job: _judged(_look(job, from_step=1))
+
+    def each_rank_for_itself(job):
+        """Says it on the rank that is at fault, and on no other."""
+        found = _judged(_look(job))
+        return found if found and found.rank == dist.get_rank() else None
+
+    def to_the_last_bit(job):
+        """The mean, added up in the order of the ranks, and compared without a tolerance."""
+        model, own = job.model(), {}
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: own.update({name: p.grad.clone()}))
+        for step in range(job.steps):
+            job.step(model, step)
+            dist.all_gather_object(seen := [None] * dist.get_world_size(), dict(own))
+            wrong = {x for x, p in model.named_parameters() if not torch.equal(p.grad, sum(s[x] for s in seen) / 4)}
+            dist.all_gather_object(every := [None] * 4, wrong)
+            if any(every):
+                return Found(step, max(range(4), key=lambda r: len(every[r])), set().union(*every))
+
+    def right(job):
+        """Second solution: the means from all ranks' own gradients, and who put in what explains them."""
+        model, own, sums, put_in = job.model(), {}, dist.all_reduce, []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda gradient, name=name: own.update({name: gradient.clone()}))
+        dist.all_reduce = lambda tensor, **how: put_in.append(tensor.clone()) or sums(tensor, **how)
+        for step in range(job.steps):
+            put_in.clear()
+            job.step(model, step)
+            names = [name for name, _ in model.named_parameters()]
+            usual = dict(zip(names[::-1], put_in, strict=True))
+            odd = {x for x in names if not torch.equal(usual[x], own[x])}
+            dist.all_gather_object(every := [None] * 4, dict(own))
+            mean = {x: sum(each[x] for each in every) / 4 for x in names}
+            wrong = {x for x, p in model.named_parameters() if not torch.allclose(p.grad, mean[x], atol=1e-6)}
+            dist.all_gather_object(told := [None] * 4, (odd, wrong))
+            if any(wrong for _, wrong in told):
+                guilty = [r for r, (odd, _) in enumerate(told) if odd] or [
+                    r for r, (_, wrong) in enumerate(told) if wrong
+                ]
+                return np.int64(step), guilty[0], sorted(set().union(*(wrong for _, wrong in told)))
+        return None
+
+    def right_2(job):
+        found = _judged(_look(job))
+        return found and SimpleNamespace(step=float(found.step), rank=found.rank, layers=tuple(found.layers))
+
+
+DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, fast_all_reduce, make_hook, find_fault)
 
 #: What the sentence about a defect must say.
 SENTENCES = {
     "no_all_gather": "must go round once more", "adds_in_the_all_gather": "replaces what is there",
-    "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "whatever is left over",
+    "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "left over",
     "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "never the whole array",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
-    "no_latency": "The latencies are missing", "latency_once": "their latencies add up",
-    "reduce_scatter_only": "two halves", "without_the_idea_always_the_ring": "The tree takes less time",
-    "where_latency_equals_bytes": "says nothing about the tree",
-    "tensor_parallel_always_inside": "count the bytes of every order",
-    "largest_payload_inside": "count the bytes of every order",
-    "largest_payload_outside": "count the bytes of every order", "counts_what_stays_inside": "stay inside a host",
-    "stages_send_one_way": "activations forward and gradients back", "payload_once": "not all of it once",
-    "all_hosts_together": "each has a link of its own", "ranks_dealt_out_like_cards": "neighbouring ranks share a host",
     "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",
     "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "a loop in your answer never ends",
-    "in_bits": "not in bits", "n_steps_in_each_half": "n - 1 steps to reach the last one",
-    "pipelined_tree": "as NCCL's do", "levels_rounded_down": "rounded up", "crossover_in_seconds_a_byte": "W belongs above the line",
-    "crossover_below_zero": "the crossover is 0", "waits_for_the_times_to_meet": "It never ends",
-    "mean_over_the_hosts": "the mean over the hosts", "payload_twice": "not all of it twice", "payload_in_each_step": "in a step of the ring a chunk",
     "room_in_float32": "receive is float32", "adds_up_in_float32": "The sums are rounded",
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
-    "names_exchanged": "`ring` has the time of the tree", "no_crossover": "0 where the ring is always faster",
-    "best_in_a_list": "the word 'ring' or 'tree'", "counts_what_arrives": "only what leaves is asked",
-    "n_of_all_ranks": "not the number of all ranks", "stages_in_a_ring": "but the first and the last stage have one",
-    "what_one_rank_sends": "but this is what one rank sends", "names_in_a_set": "A set has no order",
     "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "uncut from rank to rank",
-    "larger_term_alone": "takes its latency and then", "turns_the_order_round": "count the bytes of every order",
-    "outermost_first": "comes first", "bytes_before_the_order": "The order of the axes comes first",
+    "without_the_idea_always_the_ring": "Here latency decides", "without_the_idea_always_doubling": "Here bandwidth decides",
+    "the_same_partner_again": "another partner", "one_round_too_few": "missing in the sums",
+    "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others idle",
+    "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
+    "the_whole_sum_before_it_is_cut": "not all of it", "sums": "DDP wants the mean", "divides_by_the_host": "ranks of a host only",
+    "nothing_crosses": "nothing came from the other hosts", "only_across": "others of the host are missing",
+    "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
+    "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
+    "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
+    "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",
+    "counts_steps_from_1": "the first step is asked", "begins_with_the_second_step": "is as it should be",
+    "without_the_idea_asks_the_check": "asks the check", "each_rank_for_itself": "answer differently",
 }  # fmt: skip

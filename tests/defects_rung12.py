@@ -7,9 +7,12 @@ from dataclasses import make_dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
-from tests.planted import listed, told
+from lablib.toys.context_parallel import shard, unshard
+from tests.planted import listed
 
 
 def _logaddexp(lse_a, lse_b):
@@ -49,21 +52,16 @@ class merge:
             (lse_a[:, None] * out_a + lse_b[:, None] * out_b) / (lse_a + lse_b)[:, None]
         )
     )
-    exchanges_weights = _right_lse(
-        lambda out_a, lse_a, out_b, lse_b, new: _share(lse_b, new) * out_a + _share(lse_a, new) * out_b
-    )
     forgets_to_divide = _right_lse(
         lambda out_a, lse_a, out_b, lse_b, new: lse_a.exp()[:, None] * out_a + lse_b.exp()[:, None] * out_b
     )
     the_larger_takes_all = _right_lse(
         lambda out_a, lse_a, out_b, lse_b, new: torch.where((lse_a >= lse_b)[:, None], out_a, out_b)
     )
-    larger_output = _right_lse(lambda out_a, lse_a, out_b, lse_b, new: torch.maximum(out_a, out_b))
     empty_is_zero = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).nan_to_num(neginf=0.0))
     half_precision = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).bfloat16())
     adds_lse = _right_out(lambda lse_a, lse_b: lse_a + lse_b)
     keeps_the_larger_lse = _right_out(torch.maximum)
-    averages_lse = _right_out(lambda lse_a, lse_b: (lse_a + lse_b) / 2)
     returns_the_sum = _right_out(lambda lse_a, lse_b: lse_a.exp() + lse_b.exp())
     logarithm_of_base_2 = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b) / math.log(2))
 
@@ -73,22 +71,10 @@ class merge:
         total = weigh_a + weigh_b
         return (weigh_a[:, None] * a[0] + weigh_b[:, None] * b[0]) / total[:, None], total.log()
 
-    def one_maximum_for_all_rows(a, b):
-        largest = torch.maximum(a[1], b[1]).max()
-        weigh_a, weigh_b = (a[1] - largest).exp(), (b[1] - largest).exp()
-        total = weigh_a + weigh_b
-        out = (weigh_a[:, None] * a[0] + weigh_b[:, None] * b[0]) / total[:, None]
-        return out.nan_to_num(0.0), largest + total.log()
-
     def nothing_with_nothing(a, b):
         """Safe for large scores, and -inf minus -inf where both are empty."""
         new = _logaddexp(a[1], b[1])
         return (a[1] - new).exp()[:, None] * a[0] + (b[1] - new).exp()[:, None] * b[0], new
-
-    def minus_the_other(a, b):
-        """The weight as exp of a difference of both: infinite where one is empty."""
-        ratio = (b[1] - a[1]).exp()
-        return (a[0] + ratio[:, None] * b[0]) / (1 + ratio)[:, None], a[1] + (1 + ratio).log()
 
     def forgets_the_new_sum(a, b):
         """Subtracts the larger and stops there."""
@@ -113,27 +99,11 @@ class merge:
             new.append(most + math.log(total))
         return rows, new
 
-    def right_2(a, b):
-        """In numpy, single precision, one lse a row as a column."""
-        (out_a, lse_a), (out_b, lse_b) = (tuple(np.asarray(each) for each in part) for part in (a, b))
-        lse = np.logaddexp(lse_a, lse_b)
-        base = np.where(np.isinf(lse), 0, lse)
-        out = sum(np.exp(each - base)[:, None] * part for part, each in ((out_a, lse_a), (out_b, lse_b)))
-        return out.astype(np.float32), lse[:, None].astype(np.float32)
-
     def right_3(a, b):
         """A sigmoid of the difference moves a's output towards b's; empty blocks by hand."""
         (out_a, lse_a), (out_b, lse_b) = a, b
         towards = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0).unsqueeze(-1)
         return [out_a + towards * (out_b - out_a), torch.stack((lse_a, lse_b)).logsumexp(0)]
-
-    def right_4(a, b):
-        """Numerators and denominators, as online softmax has them, over a common maximum."""
-        most = torch.maximum(a[1], b[1]).clamp_min(-1e300)
-        weights = torch.stack([(part[1] - most).exp() for part in (a, b)])
-        total = weights.sum(0)
-        out = torch.einsum("pr,prd->rd", weights, torch.stack((a[0], b[0])))
-        return out / total.clamp_min(1e-300)[:, None], torch.where(total > 0, most + total.log(), -math.inf)
 
     def right_5(a, b):
         """All in fp32, which rounds a score of 1,000 by 3e-5."""
@@ -142,187 +112,220 @@ class merge:
         return (shares * torch.stack((a[0], b[0])).float()).sum(0), torch.logsumexp(lse, 0)
 
 
-def _refused(seq, cp):
-    if seq % (2 * cp):
-        raise ValueError("chunks do not come out even")
+def _chunks(seq, cp, r):
+    chunks = torch.arange(seq).chunk(2 * cp)
+    return torch.cat((chunks[r], chunks[2 * cp - 1 - r]))
 
 
-def _chunks(seq, cp, *chosen):
-    width = seq // (2 * cp)
-    return [chunk * width + i for chunk in chosen for i in range(width)]
+def _rows(tokens, mesh):
+    return torch.arange(len(tokens)).chunk(mesh.shape[0])[mesh.get_coordinate()[0]]
 
 
-def _held(positions):
-    """Return an answer that refuses what it must, and elsewhere gives other positions."""
+def _labels(tokens, documents, counted):
+    learned = counted[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    return tokens[:, 1:].masked_fill(~learned, -100)
 
-    def answer(seq, cp, rank):
-        _refused(seq, cp)
-        return positions(seq, cp, rank)
+
+def _shifted_on_the_rank(tokens, documents, counted):
+    """What comes next on this rank, for parts of whole windows."""
+    return F.pad(_labels(tokens, documents, counted), (0, 1), value=-100)
+
+
+def _weigh(own, labels, mesh):
+    both = torch.stack((own.detach(), (labels != -100).sum()))
+    dist.all_reduce(both)
+    return own * dist.get_world_size() / both[1], both[0] / both[1]
+
+
+def _factor(factor, tell=None):
+    """A weighing with another factor of a rank's sum: `factor(own count, count of all, mesh)`."""
+
+    def weigh(own, labels, mesh):
+        count = (labels != -100).sum()
+        _, loss = _weigh(own, labels, mesh)
+        every = count.clone()
+        dist.all_reduce(every)
+        return own * factor(count, every, mesh), loss if tell is None else tell(own.detach(), count, every)
+
+    return weigh
+
+
+def _step(rows=_rows, held=_chunks, places=None, labels=_labels, cut_first=False, weigh=_weigh, seen=lambda d: d):
+    """Make the step as the solution does, but for what is given."""
+
+    def answer(model, tokens, documents, counted, mesh):
+        cp, r = mesh.shape[1], mesh.get_coordinate()[1]
+        tokens, documents, counted = (each[rows(tokens, mesh)] for each in (tokens, documents, counted))
+        mine = held(tokens.shape[1] - 1, cp, r)
+        logits = model(tokens[:, mine], mine if places is None else places(mine, documents), seen(documents[:, :-1]))
+        if cut_first:
+            own_labels = labels(tokens[:, mine], documents[:, mine], counted[:, mine])
+        else:
+            own_labels = labels(tokens, documents, counted)[:, mine]
+        own = F.cross_entropy(logits.transpose(1, 2), own_labels, ignore_index=-100, reduction="sum")
+        start, loss = weigh(own, own_labels, mesh)
+        start.backward()
+        return loss
 
     return answer
 
 
-class held_positions:
-    contiguous = _held(lambda seq, cp, rank: list(range(rank * seq // cp, (rank + 1) * seq // cp)))
-    striped = _held(lambda seq, cp, rank: list(range(rank, seq, cp)))
-    every_cp_th_chunk = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, rank + cp))
-    counts_chunks_from_one = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, 2 * cp - rank))
-
-    # Chunk cp - 1 - r of the first half, so some chunks are held twice.
-    mirrored_within_the_ranks = _held(lambda seq, cp, rank: _chunks(seq, cp, rank, cp - 1 - rank))
-    numbers_of_chunks = _held(lambda seq, cp, rank: [rank, 2 * cp - 1 - rank])
-    two_neighbours = _held(lambda seq, cp, rank: _chunks(seq, cp, 2 * rank, 2 * rank + 1))
-
-    # Stripes there and back: balanced in all, and not in every step.
-    mirrored_tokens = _held(lambda seq, cp, rank: [p for p in range(seq) if p % (2 * cp) in (rank, 2 * cp - 1 - rank)])
-    from_the_last_rank = _held(lambda seq, cp, rank: _chunks(seq, cp, cp - 1 - rank, cp + rank))
-
-    # The rest is dropped.
-    never_refuses = lambda seq, cp, rank: _chunks(seq, cp, rank, 2 * cp - 1 - rank)
-
-    def wants_cp_alone(seq, cp, rank):
-        if seq % cp:
-            raise ValueError("cp does not divide the sequence")
-        return _chunks(seq, cp, rank, 2 * cp - 1 - rank)
-
-    def torch_refuses_it(seq, cp, rank):
-        """Right where it can be, and elsewhere it stops in PyTorch's words."""
-        chunks = torch.arange(seq).view(2 * cp, -1)
-        return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank])).tolist()
-
-    two_pieces = _held(lambda seq, cp, rank: (_chunks(seq, cp, rank), _chunks(seq, cp, 2 * cp - 1 - rank)))
-
-    def right(seq, cp, rank):
-        """From both ends."""
-        width, rest = divmod(seq, 2 * cp)
-        if rest:
-            raise ValueError(rest)
-        first = rank * width
-        return {*range(first, first + width), *range(seq - first - width, seq - first)}
-
-    def right_2(seq, cp, rank):
-        """An array folded in the middle; the late chunk is first."""
-        if seq % (2 * cp) != 0:
-            raise ValueError(f"seq={seq}, cp={cp}")
-        chunks = np.arange(seq).reshape(2 * cp, -1)
-        return np.concatenate((chunks[::-1][rank], chunks[rank]))
-
-    def right_3(seq, cp, rank):
-        """Tensors, and every position asked for its chunk."""
-        if seq % cp or seq // cp % 2:
-            raise ValueError("two equal chunks a rank")
-        chunk = torch.arange(seq) * 2 * cp // seq
-        return torch.nonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)).flatten()
+def _parts(seq, cp, r):
+    return torch.arange(seq).chunk(cp)[r]
 
 
-class global_loss:
-    def mean_of_means(sums, counts):
-        means = [each / max(1, count) for each, count in zip(sums, counts, strict=True)]
-        return sum(means) / len(means), len(sums) / sum(counts)
-
-    def mean_of_means_that_exist(sums, counts):
-        means = [each / count for each, count in zip(sums, counts, strict=True) if count]
-        return sum(means) / len(means), len(sums) / sum(counts)
-
-    def divides_by_zero(sums, counts):
-        means = [each / count for each, count in zip(sums, counts, strict=True)]
-        tokens = sum(counts)
-        return sum(mean * count for mean, count in zip(means, counts, strict=True)) / tokens, len(sums) / tokens
-
-    divides_by_ranks = lambda sums, counts: (sum(sums) / len(sums), len(sums) / sum(counts))
-    sums_up = lambda sums, counts: (sum(sums), len(sums) / sum(counts))
-    # Forgets that the all-reduce averages.
-    factor_for_a_sum = lambda sums, counts: (sum(sums) / sum(counts), 1 / sum(counts))
-    factor_of_its_own_mean = lambda sums, counts: (sum(sums) / sum(counts), 1 / counts[0])
-    factor_of_the_ranks = lambda sums, counts: (sum(sums) / sum(counts), 1 / len(sums))
-    factor_divided_twice = lambda sums, counts: (sum(sums) / sum(counts), 1 / sum(counts) / len(sums))
-    no_factor = lambda sums, counts: (sum(sums) / sum(counts), 1.0)
-    factor_upside_down = lambda sums, counts: (sum(sums) / sum(counts), sum(counts) / len(sums))
-
-    def a_factor_a_rank(sums, counts):
-        """What a rank's own mean would have to be multiplied by."""
-        return sum(sums) / sum(counts), [len(sums) * count / sum(counts) for count in counts]
-
-    def right(sums, counts):
-        """Arrays."""
-        sums, counts = np.asarray(sums), np.asarray(counts)
-        return np.array([sums.sum() / counts.sum(), 1 / counts.mean()])
-
-    def right_2(sums, counts):
-        """A loop, and tensors."""
-        loss = tokens = torch.tensor(0.0, dtype=torch.float64)
-        for each, count in zip(sums, counts, strict=True):
-            loss, tokens = loss + each, tokens + count
-        return loss / tokens, len(sums) / tokens
-
-    def right_3(sums, counts):
-        """Means weighed by their tokens, where there are any."""
-        tokens = float(sum(counts))
-        weighed = (each / count * (count / tokens) for each, count in zip(sums, counts, strict=True) if count)
-        return [math.fsum(weighed), 1 / (tokens / len(counts))]
-
-    right_by_name = lambda sums, counts: {"factor": len(sums) / sum(counts), "loss": sum(sums) / sum(counts)}
-
-    def right_4(sums, counts):
-        """A class of its own for the two numbers."""
-        tokens = sum(counts)
-        return make_dataclass("Result", ["loss", "factor"])(sum(sums) / tokens, len(sums) / tokens)
+def _from_each_document(documents):
+    """Positions that begin anew with a document, of whole windows."""
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    here = torch.arange(documents.shape[1]).expand(documents.shape)
+    return here - torch.where(begins, here, 0).cummax(1).values
 
 
-def _sent(seq, heads, kv_heads, head_dim, cp, ring=6, gathered=4, ulysses=4, others=None):
+class packed_step:
+    without_the_idea_contiguous_blocks = _step(held=_parts)
+    without_the_idea_plain_sampler_and_mean = _step(
+        rows=lambda tokens, mesh: torch.arange(len(tokens)).chunk(4)[dist.get_rank()],
+        weigh=_factor(lambda n, every, mesh: 1 / n),
+    )
+    without_the_idea_the_program_of_one_process = _step(held=lambda seq, cp, r: torch.arange(seq))
+    without_the_idea_all_on_every_rank = _step(rows=lambda tokens, mesh: slice(None))
+    without_the_idea_labels_after_the_cut = _step(labels=_shifted_on_the_rank, cut_first=True)
+    late_chunk_first = _step(held=lambda seq, cp, r: _chunks(seq, cp, r).roll(seq // cp // 2))
+    stripes = _step(held=lambda seq, cp, r: torch.arange(r, seq, cp))
+    ranks_count_their_own = _step(places=lambda mine, documents: torch.arange(len(mine)))
+    restarts_on_the_rank = _step(places=lambda mine, documents: _from_each_document(documents[:, mine]))
+    crosses_documents = _step(labels=lambda t, d, c: t[:, 1:].masked_fill(~c[:, 1:], -100))
+    counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
+    learns_prompts = _step(labels=lambda t, d, c: _labels(t, d, torch.ones_like(c)))
+    forgets_documents = _step(seen=lambda documents: None)
+    cuts_documents = _step(seen=lambda documents: documents[:, ::2])
+    mean_of_means = _step(weigh=_factor(lambda n, every, mesh: 1 / n))
+    mean_of_means_that_exist = _step(weigh=_factor(lambda n, every, mesh: 1 / n.clamp(min=1)))
+    divides_by_the_ranks_again = _step(weigh=_factor(lambda n, every, mesh: 1 / every))
+    fits_cp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[1] / every))
+    fits_dp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[0] / every))
+    plain_sum = _step(weigh=_factor(lambda n, every, mesh: 1))
+    all_tokens_count = _step(weigh=_factor(lambda n, every, mesh: 4 / 128))
+    returns_its_own_share = _step(weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: own / every))
+    returns_what_backward_has = _step(
+        weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: 4 * own / every)
+    )
+
+    right_restarts_with_documents = _step(places=lambda mine, documents: _from_each_document(documents)[:, mine])
+    right_strided_replicas = _step(rows=lambda tokens, mesh: slice(mesh.get_coordinate()[0], None, mesh.shape[0]))
+
+    def right(model, tokens, documents, counted, mesh):
+        """Sequence by sequence, the loss from logarithms of probabilities, counts of the whole batch without a message."""
+        replica, r = (mesh[name].get_local_rank() for name in ("dp", "cp"))
+        per, width = len(tokens) // mesh["dp"].size(), (tokens.shape[1] - 1) // (2 * mesh["cp"].size())
+        last = 2 * mesh["cp"].size() - 1 - r
+        mine = [*range(r * width, (r + 1) * width), *range(last * width, (last + 1) * width)]
+        good = counted[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(replica * per, (replica + 1) * per):
+            logits = model(tokens[row : row + 1, mine], torch.tensor(mine), documents[row : row + 1, :-1])
+            chance = logits.log_softmax(-1)[0].gather(-1, tokens[row, [m + 1 for m in mine]][:, None])[:, 0]
+            total = total - (chance * good[row, mine]).sum()
+        mean = total / good.sum()
+        (mean * mesh.size()).backward()
+        mean = mean.detach()
+        dist.all_reduce(mean)
+        return mean.item()
+
+
+def _matrices(job, seq=32):
+    """Yield each layer's weights by its output and by its values' gradient, beside those of one process, and the owners."""
+    group, cp = dist.group.WORLD, dist.get_world_size()
+    owner = all_positions(seq, cp)
+    dice = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 1, 1, seq, seq, generator=dice, dtype=torch.float64)
+    unit = torch.eye(seq, dtype=torch.float64)[None, None]
+    scores = (q @ k.mT / math.sqrt(seq)).masked_fill(torch.ones(seq, seq).triu(1).bool(), -math.inf)
+    for block in job(group).blocks:
+        parts = [shard(x, 2, group).requires_grad_() for x in (q, k, unit)]
+        out = block.attention.core(*parts)
+        out.backward(shard(unit, 2, group))
+        yield (
+            unshard(out.detach(), 2, group)[0, 0],
+            unshard(parts[2].grad, 2, group)[0, 0].T,
+            scores.softmax(-1)[0, 0],
+            owner,
+        )
+
+
+def all_positions(seq, cp):
+    owner = torch.empty(seq, dtype=torch.long)
+    for rank in range(cp):
+        owner[_chunks(seq, cp, rank)] = rank
+    return owner
+
+
+def _block(got, right, owner, rank):
+    """The rank whose keys are weighed by another factor than the others, in the late rows of a rank."""
+    rows = (owner == rank).nonzero().flatten()[-4:]
+    sums = [[each[rows][:, owner == s].sum(1) for s in range(4)] for each in (got, right)]
+    ratio = torch.stack(sums[0]) / torch.stack(sums[1])
+    return (ratio / ratio.median(0).values - 1).abs().sum(1).argmax().item()
+
+
+def _found(backward=True, zeros=True, odd=True, rank_of="queries", steps=lambda rank, source: (rank - source) % 4):
+    """Find the block as the solution does, but for what is given."""
+
+    def answer(job):
+        for layer, (forth, back, right, owner) in enumerate(_matrices(job)):
+            bad = ~torch.isclose(forth, right)
+            what = "weights" if torch.equal(forth == 0, right == 0) or not zeros else "keys"
+            if not bad.any() and backward:
+                what, bad = "gradients", ~torch.isclose(back, right)
+            if bad.any():
+                rank = owner[bad.any(1)][0].item()
+                source = owner[bad.any(0)][0].item()
+                if what == "weights" and odd:
+                    source = _block(forth, right, owner, rank)
+                if what == "keys":
+                    source = owner[((forth == 0) != (right == 0)).any(0)][0].item()
+                said = source if rank_of == "keys" else rank
+                return {"what": what, "layer": layer, "rank": said, "step": steps(rank, source)}
+        return None
+
+    return answer
+
+
+class find_wrong_block:
+    without_the_idea_outputs_alone = _found(backward=False)
+    without_the_idea_first_block_that_differs = _found(odd=False)
+    without_the_idea_one_answer = lambda job: {"what": "weights", "layer": 2, "rank": 1, "step": 1}
+    always_healthy = lambda job: None
+    names_the_owner_of_the_keys = _found(rank_of="keys")
+    names_the_source = _found(steps=lambda rank, source: source)
+    counts_the_other_way = _found(steps=lambda rank, source: (source - rank) % 4)
+    never_looks_at_the_mask = _found(zeros=False)
+
+    def without_the_idea_losses_of_layers(job):
+        """Runs the whole model: an error goes on, and its gradient back, so the first layer is not that of the fault."""
+        found = _found()(job)
+        return found and found | {"layer": 0}
+
+    def last_digits(job):
+        for layer, (forth, _, right, _) in enumerate(_matrices(job)):
+            if not torch.equal(forth, right):
+                return _found()(job) or {"what": "weights", "layer": layer, "rank": 0, "step": 1}
+
+    right = _found()
+
+    def right_tuple(job):
+        """In the order of the question."""
+        found = _found()(job)
+        return found and tuple(found.values())
+
+
+def _sent(seq, heads, kv_heads, head_dim, cp):
     queries, keys = 2 * seq / cp * heads * head_dim, 2 * seq / cp * kv_heads * head_dim
-    others = cp - 1 if others is None else others
     return {
-        "ring": ring * keys * others,
-        "gathered": gathered * keys * others,
-        "ulysses": ulysses * (queries + keys) * others / cp,
+        "ring": 6 * keys * (cp - 1),
+        "gathered": 4 * keys * (cp - 1),
+        "ulysses": 4 * (queries + keys) * (cp - 1) / cp,
     }
-
-
-class sent_bytes:
-    # Backward of the ring without the keys and values.
-    no_second_round = lambda *case: _sent(*case, ring=4)
-    forward_alone = lambda *case: _sent(*case, ring=2, gathered=2, ulysses=2)
-    gathered_as_a_ring = lambda *case: _sent(*case, gathered=6)
-    gradients_in_fp32 = lambda *case: _sent(*case, ring=8, gathered=6)
-    own_part_travels = lambda *case: _sent(*case, others=case[-1])
-    # c messages for the gradients, as in PyTorch, where they are fp32.
-    gradients_go_all_the_way_round = lambda *case: _sent(*case, ring=4 + 2 * case[-1] / max(1, case[-1] - 1))
-    gradients_as_pytorch_sends_them = lambda *case: _sent(*case, ring=4 + 4 * case[-1] / max(1, case[-1] - 1))
-    all_heads_have_keys = lambda seq, heads, kv_heads, head_dim, cp: _sent(seq, heads, heads, head_dim, cp)
-
-    def ulysses_forgets_the_output(seq, heads, kv_heads, head_dim, cp):
-        queries, keys = 2 * seq / cp * heads * head_dim, 2 * seq / cp * kv_heads * head_dim
-        ulysses = 2 * (queries + 2 * keys) * (cp - 1) / cp
-        return _sent(seq, heads, kv_heads, head_dim, cp) | {"ulysses": ulysses}
-
-    # All tokens to everybody, and not a part in c.
-    ulysses_gathers = lambda *case: _sent(*case, ulysses=4 * case[-1])
-    keys_alone = lambda *case: _sent(*case, ring=3, gathered=2)
-    both_directions = lambda *case: {way: 2 * each for way, each in _sent(*case).items()}
-    counts_values = told(_sent, lambda sent: {way: each / 2 for way, each in sent.items()})
-    of_all_ranks = told(_sent, lambda sent, cp: {way: each * cp for way, each in sent.items()})
-
-    def right(seq, heads, kv_heads, head_dim, cp):
-        """Every message listed, in whole numbers."""
-        block = 2 * seq // cp * kv_heads * head_dim
-        ring = sum(2 * block for step in range(cp - 1) for what in ("forward", "again", "gradients home"))
-        gathered = sum(2 * block for other in range(1, cp) for what in ("all-gather", "reduce-scatter"))
-        tensors = [heads, kv_heads, kv_heads, heads] * 2
-        exchanged = sum(2 * seq // cp * number * head_dim * (cp - 1) / cp for number in tensors)
-        return {"ulysses": exchanged, "ring": ring, "gathered": gathered}
-
-    def right_2(seq, heads, kv_heads, head_dim, cp):
-        """From collectives of full arrays; the ring is one and a half gathers."""
-        share = (cp - 1) / cp
-        both = np.float64(2 * 2 * seq * kv_heads * head_dim)
-        exchange = share * 2 * (seq / cp) * head_dim * np.array([2 * heads, 2 * kv_heads]).sum()
-        return {"ring": 3 * share * both, "gathered": 2 * share * both, "ulysses": 2 * exchange}
-
-    def right_3(seq, heads, kv_heads, head_dim, cp):
-        """From the calculator, rounded to whole bytes."""
-        sizes = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "cp": cp, "batch": 1}
-        return {way: round(attention_traffic(way, **sizes).total) for way in WAYS}
 
 
 def _choose(
@@ -399,8 +402,8 @@ class choose_split:
         except ValueError:
             return {"possible": [], "way": "ring", "order": "zigzag", "sent": 0, "averaged_over": 1}
 
-    def right(**job):
-        """By the calculators."""
+    def without_the_idea_three_calls(**job):
+        """Asks the calculators."""
         model = {name: job[name] for name in ("seq", "heads", "kv_heads", "tp")}
         sizes = {name: job[name] for name in ("seq", "head_dim", "cp")} | {"batch": 1}
         sizes |= {name: job[name] // job["tp"] for name in ("heads", "kv_heads")}
@@ -417,23 +420,6 @@ class choose_split:
         return {"possible": set(total), "way": way, "order": final, "sent": total[way],
                 "averaged_over": np.int64(job["cp"] * job["dp"])}  # fmt: skip
 
-    def right_2(seq, heads, kv_heads, head_dim, tp, cp, dp, causal, room):
-        """Rules in a row; a dictionary of truth values."""
-        keys, queries = (4 * (seq / cp) * number / tp * head_dim for number in (kv_heads, heads))
-        can = {"ulysses": (kv_heads // tp) % cp == 0 and seq % cp == 0 and keys + queries <= room}
-        chunked = seq % cp == 0 and seq // cp % 2 == 0 if causal else seq % cp == 0
-        can["gathered"] = chunked and keys * (cp - 1) <= room
-        can["ring"] = chunked and keys * min(cp - 1, 2) <= room
-        price = {"gathered": 2 * keys * (cp - 1), "ring": 3 * keys * (cp - 1)}
-        price["ulysses"] = 2 * (keys + queries) * (cp - 1) / cp
-        for way in sorted(price, key=lambda each: price[each]):
-            if can[way]:
-                break
-        else:
-            raise ValueError(f"cp={cp}")
-        order = "zigzag" if causal and way in ("ring", "gathered") else "contiguous"
-        return {"possible": can, "way": way, "order": order, "sent": int(price[way]), "averaged_over": float(dp * cp)}
-
     right_3 = lambda **job: _choose(**job)
 
     def right_by_name(**job):
@@ -449,30 +435,43 @@ class choose_split:
 
 #: Mistakes that each have a sentence of their own.
 SENTENCES = {
-    "torch_refuses_it": "raise a ValueError that says so",
     "adds_outputs": "divided by its own sum",
     "weighs_by_lse": "The weights are the lse themselves",
-    "larger_output": "The larger output is kept",
     "the_larger_takes_all": "takes all",
     "empty_is_zero": "merged it still is",
     "half_precision": "keep fp32",
     "no_maximum": "Subtract the larger of both lse",
     "nothing_with_nothing": "-inf minus -inf",
-    "contiguous": "the last one computes",
-    "mirrored_tokens": "two whole chunks",
-    "mean_of_means": "the mean of the ranks' means",
-    "divides_by_zero": "all padding",
-    "factor_for_a_sum": "averaging divides by the 2 ranks once more",
-    "no_second_round": "the keys and values again",
-    "own_part_travels": "A rank's own part never travels",
-    "gradients_go_all_the_way_round": "c - 1 messages",
-    "gradients_as_pytorch_sends_them": "PyTorch sends the gradients c times",
     "ulysses_forgets_the_parts": "cp=4 does not divide seq=4006",
-    "gathered_as_a_ring": "a second gather",
-    "gradients_in_fp32": "gradients in fp32 would be",
-    "both_directions": "was sent by another rank",
-    "all_heads_have_keys": "kv_heads heads",
-    "ulysses_forgets_the_output": "the output travels back",
+    "without_the_idea_contiguous_blocks": "one contiguous part",
+    "without_the_idea_plain_sampler_and_mean": "a sampler counts dp ranks",
+    "without_the_idea_labels_after_the_cut": "Shift whole sequences, then cut",
+    "without_the_idea_all_on_every_rank": "belongs to one replica",
+    "late_chunk_first": "and not their order",
+    "ranks_count_their_own": "counts its own tokens",
+    "restarts_on_the_rank": "restart where a rank's part begins",
+    "crosses_documents": "ends a document",
+    "counts_the_token_before": "shifted with it",
+    "learns_prompts": "does not count, and is learned",
+    "cuts_documents": "may begin on another rank",
+    "mean_of_means": "Each rank trains on its own mean",
+    "mean_of_means_that_exist": "Each rank trains on its own mean",
+    "divides_by_the_ranks_again": "divides once more",
+    "fits_cp_alone": "fits an average over one axis",
+    "fits_dp_alone": "fits an average over one axis",
+    "plain_sum": "plain sum",
+    "all_tokens_count": "those without a label",
+    "returns_its_own_share": "own share",
+    "returns_what_backward_has": "what backward starts from",
+    "without_the_idea_outputs_alone": "what comes back to the keys",
+    "without_the_idea_first_block_that_differs": "one wrong block changes all",
+    "without_the_idea_losses_of_layers": "goes on through all layers",
+    "names_the_owner_of_the_keys": "owns the keys",
+    "names_the_source": "the rank whose keys they are",
+    "counts_the_other_way": "in step j rank r has",
+    "never_looks_at_the_mask": "that no query may see",
+    "last_digits": "A healthy job is called sick",
+    "without_the_idea_three_calls": "answers for you",
     "query_heads_decide": "query heads alone are not enough",
     "forgets_that_tp_took_heads": "tp=2 leaves a rank 2 of the 4 key heads",
     "ulysses_needs_chunks": "attend over the whole sequence",
@@ -480,11 +479,10 @@ SENTENCES = {
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "sends_what_all_ranks_send": "one rank is asked",
     "averages_over_dp": "dp and cp together",
-    "one_maximum_for_all_rows": "each row has its own",
     "one_block_for_a_ring": "keys and values of two blocks",
     "two_blocks_for_two_ranks": "which fit into room",
     "ulysses_output_has_no_buffer": "values and outputs once more",
     "ulysses_keeps_its_own_part": "values and outputs once more",
 }
 
-DEFECTS, SECOND_SOLUTIONS = listed(merge, held_positions, global_loss, sent_bytes, choose_split)
+DEFECTS, SECOND_SOLUTIONS = listed(merge, packed_step, find_wrong_block, choose_split)

@@ -26,11 +26,11 @@ KINDS = ("right", "wrong", "missing")
 SLIPS = {
     "01": ("fits", "capacity_gib * 2**30", "capacity_gib * 1e9"),
     "03": (
-        "leave_rows",
+        "split_mlp",
         "total = part.clone()\n            dist.all_reduce(total, group=group)",
         "total = part.clone()",
     ),
-    "05": ("state_bytes", '"optimizer": 12 * (own', '"optimizer": 8 * (own'),
+    "05": ("zero_tradeoffs", "4 * params + 12 * own", "4 * params + 8 * own"),
 }
 STUB = re.compile(r'def (\w+)\([^)]*\):\n(?:    """(?:[^"]|"[^"])*"""\n)?    raise NotImplementedError\n')
 ASKED = "02"  # of the queue: it measures, records, and needs no kernel of a GPU

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch.distributed as dist
 
 from lablib.launch.ranks import RankError, own_rank, pickle_call, pickle_result, run_ranks
 
@@ -93,3 +94,11 @@ def _serve(address: str) -> None:
                 line.send_bytes(pickle_result(fn(*args)))
             except BaseException:
                 line.send_bytes(b"")
+            _end_groups()
+
+
+def _end_groups() -> None:
+    """End what the answer made: each group has threads, and thousands of them would be there after fifty answers."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -80,6 +80,13 @@ def test_the_minutes_of_a_rung_follow_from_the_rule(rung):
     assert all(abs(said - found) <= 7.5 for said, found in zip(STUDY_MINUTES[rung], counted, strict=True)), counted
 
 
+@pytest.mark.parametrize("rung", STUDY_MINUTES)
+def test_a_lab_says_the_minutes_of_the_table(rung):
+    (lab,) = (ROOT / "labs").glob(f"{rung}_*.ipynb")
+    said = re.findall(r"\*\*Your time:\*\* about (\d+) minutes", lab.read_text(encoding="utf-8"))
+    assert [int(minutes) for minutes in said] == [STUDY_MINUTES[rung][1]]
+
+
 def test_the_rule_is_printed_as_it_counts():
     rule = _text("book/how_to_use.md").split("The minutes follow from a rule")[1].split("\n\nIt gives")[0]
     said = [int(number) for number in re.findall(r"\d+", rule)]

@@ -74,9 +74,9 @@ def test_what_python_allows_in_a_cell_is_an_answer(tmp_path):
         "x = " + "+".join(["1"] * 20_000),
     )
     assert _run(answer_source(path, "answer"), "answer")(9) == (False, "9")
-    _notebook(tmp_path / "05_b.ipynb", "def state_bytes(a, a):\n    return 1", "zero2_step = lambda *_: 1")
+    _notebook(tmp_path / "05_b.ipynb", "def zero3_step(a, a):\n    return 1", "zero2_step = lambda *_: 1")
     told = {outcome.name: outcome for outcome in examine(tmp_path, rungs=["05"], every=True)}
-    assert (told["state_bytes"].status, "duplicate argument" in told["state_bytes"].message) == ("wrong", True)
+    assert (told["zero3_step"].status, "duplicate argument" in told["zero3_step"].message) == ("wrong", True)
     assert "has `def zero2_step` at its left edge" in told["zero2_step"].message
 
 
@@ -126,7 +126,7 @@ def test_each_answer_has_its_own_fate(tmp_path):
     work = tmp_path / "work"
     solution = (ROOT / "labs" / "solutions" / "rung05.py").read_text(encoding="utf-8")
     _notebook(
-        work / "05_zero.ipynb", solution, "END = __import__('os')._exit(7)\n\ndef state_bytes(*_):\n    return END"
+        work / "05_zero.ipynb", solution, "END = __import__('os')._exit(7)\n\ndef zero3_step(*_):\n    return END"
     )
     _notebook(work / "05_zero.new.ipynb", "def zero_tradeoffs():\n    return 1")
     _notebook(work / "03_tensor_parallelism.ipynb", "def split_qkv(*_):\n    while True:\n        pass")
@@ -134,7 +134,7 @@ def test_each_answer_has_its_own_fate(tmp_path):
     (work / "01_why.ipynb").write_text("torn")
     (five,) = examine(work, rungs=["5"])
     assert (five.status, five.name) == ("passed", "zero_tradeoffs")
-    status, message = graduation._judged(work / "05_zero.ipynb", "05", "state_bytes", 60)
+    status, message = graduation._judged(work / "05_zero.ipynb", "05", "zero3_step", 60)
     assert (status, "ended with code 7" in message) == ("wrong", True)
     found = {o.rung: o for o in (*examine(work, rungs=["01", "02", "04"]), *examine(work, rungs=["03"], timeout=0.5))}
     assert {rung: outcome.status for rung, outcome in found.items()} == {

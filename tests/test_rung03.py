@@ -10,18 +10,22 @@ import torch.nn.functional as F
 
 from lablib.checks import rung03
 from lablib.checks.judging import on_ranks
+from lablib.checks.judging import ranks as judging_ranks
 from tests import defects_rung03
+from tests.scripts import load
+from tests.standing_ranks import standing_ranks
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_a_sentence(monkeypatch):
     monkeypatch.setattr(rung03, "on_ranks", partial(on_ranks, patience=4.0))
 
-    def only_rank_0_calls(part, group):
+    def only_rank_0_calls(x, up, up_bias, down, down_bias, group):
+        part = x * 1.0
         if group.rank() == 0:
             dist.all_reduce(part, group=group)
-        return part * 1.0
+        return part
 
-    verdict = rung03.leave_rows(only_rank_0_calls)
+    verdict = rung03.split_mlp(only_rank_0_calls)
     assert verdict.status == "wrong"
     assert "ranks 0, 3 had not come back: a collective waits until every rank" in verdict.message
 
@@ -47,14 +51,33 @@ def _behind_tanh():
     return x.grad, " ".join(str(warning.message) for warning in told)
 
 
-def test_a_sum_in_place_is_g_on_a_bare_product_and_wrong_behind_a_saved_output():
-    verdict = rung03.leave_rows(defects_rung03.leave_rows.right_2)
-    assert verdict.status == "passed"
-    assert "You sum in place" in verdict.message
+def test_a_sum_in_place_is_wrong_behind_a_saved_output():
     for grad, told in on_ranks(_behind_tanh, 2):
         tanh = torch.tanh(torch.tensor(0.5))
         assert torch.allclose(grad, 1 - (2 * tanh) ** 2)  # of the sum, where 1 - tanh^2 is right
         assert "an autograd kernel was not registered" in told
+
+
+def test_a_fault_is_found_whatever_is_drawn(monkeypatch):
+    found = load("labs/solutions/rung03.py").find_fault
+    with standing_ranks() as ranks:
+        monkeypatch.setattr(judging_ranks, "run_ranks", ranks)
+        for seed in (2, 3):
+            assert rung03.find_fault(found, seed).status == "passed"
+            assert rung03.find_fault(defects_rung03.find_fault.forward_alone, seed).status == "wrong"
+
+
+def test_a_healthy_job_is_one_process_up_to_the_order_of_sums():
+    """And a fault is larger by far: what `find_fault` may take for one lies in between."""
+    kinds = {seed: rung03._drawn(seed)[0] for seed in range(24)}
+    for found in on_ranks(_furthest, 2, list(kinds)):
+        for (seed, kind), off in zip(kinds.items(), found, strict=True):
+            assert off < 1e-5 if not kind else off > 1e-3, (seed, kind, off)
+
+
+def _furthest(seeds):
+    jobs = (rung03.Job(seed) for seed in seeds)
+    return [max(defects_rung03._differences(job, dist.group.WORLD)[0].values()) for job in jobs]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""The case by hand of the check of bytes tells its mistakes apart."""
-
-from itertools import combinations
+"""What the check of a wrong block draws: jobs of every kind, in which other ideas fail."""
 
 import pytest
 
-from lablib.calc.parallel import WAYS
 from lablib.checks import rung12
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_two_mistakes_send_the_same_number_of_bytes(way):
-    slips = rung12._slips(way, *rung12.FIRST)
-    assert all(abs(change - 1) > 0.01 for _, change in slips)
-    for (first, one), (second, other) in combinations(slips, 2):
-        assert abs(one / other - 1) > 0.01, (first, second)
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_jobs_are_of_every_kind_and_one_is_healthy(seed):
+    faults = [rung12._drawn(number) for number in rung12._picked(seed)]
+    assert {fault and fault.what for fault in faults} == {None, "keys", "weights", "gradients"}
+    assert faults.count(None) == 1
+    assert all(0 <= fault.rank < 4 and 1 <= fault.step < 4 for fault in faults if fault)
+    owners = {fault: (fault.rank - fault.step) % 4 for fault in faults if fault}
+    assert any(owner not in (fault.step, 4 - fault.step) for fault, owner in owners.items())

@@ -33,10 +33,8 @@ REVIEWED = {
     ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_accelerate_script.py", "torch._dynamo"): "loaded ahead to save time",
-    ("tests/defects_rung05.py", "torch._foreach_*"): "what torch.optim calls, as a right answer",
     ("tests/test_zero.py", "torch.optim._muon"): "the oracle of the test",
     ("tests/defects_rung08.py", "torch._*"): "what PyTorch's own scaler calls, as a right answer",
-    ("book/09_activation_checkpointing.md", "torch._functorch"): "the setting that readers set has no other name",
     ("tests/test_arrows.py", "torch.distributed.*"): "packages that toys must not import",
     ("tests/test_fp8.py", "torch._scaled_mm"): "the oracle of the test",
     ("tests/test_cuda_memory.py", "torch.cuda._memory_viz"): "the oracle of the test",
@@ -45,6 +43,7 @@ REVIEWED = {
     ("tests/test_recompute.py", "torch.distributed.pipelining._backward"): "the oracle of the test",
     ("tests/test_context_parallel.py", "torch.ops.aten._scaled_dot_*"): "the kernel that the oracle's ring is given",
     ("tests/test_recorder.py", "torch.distributed._functional_collectives"): "learners' code uses it",
+    ("tests/standing_ranks.py", "torch.distributed.distributed_c10d._world"): "ends the groups that an answer made",
 }
 
 

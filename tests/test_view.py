@@ -89,10 +89,6 @@ FIGURES = {
         lambda: timeline({"first": _SPANS, "second": _SPANS[:1]}),
         {"patches": [2, 1], "titles": ["first", "second"], "labels": {"time (ms)"}, "texts": {"L1"}},
     ),
-    "all_reduce_curves": (
-        lambda: ddp.all_reduce_curves([2, 4, 8], {"ring": [0.1] * 3, "root": [0.1, 0.2, 0.4]}),
-        {"y": [[100, 100, 100], [100, 200, 400]]},
-    ),
     "hiding_curves": (lambda: ddp.hiding_curves([100, 1000], {"link": [2.0, 0.2]}), {}),
     "bucket_curve": (
         lambda: ddp.bucket_curve([1, 10, 100], {"64 ranks": [0.3, 0.1, 0.2]}, default=25),
@@ -278,7 +274,7 @@ def test_a_figure_shows_what_it_is_given(name):
 
 #: Units, by figure: a word that one of its labels must have.
 UNITS = {
-    "fit_and_residuals": "%", "all_reduce_curves": "ms", "hiding_curves": "tokens", "bucket_curve": "MiB",
+    "fit_and_residuals": "%", "hiding_curves": "tokens", "bucket_curve": "MiB",
     "gathered": "GB", "stage_times": "ms", "efficiency_over_links": "%",
 }  # fmt: skip
 

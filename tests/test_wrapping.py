@@ -125,7 +125,7 @@ def test_a_tied_pair_counts_once_and_in_the_module_around_both() -> None:
 @pytest.mark.skipif(release(torch.__version__) == "2.11", reason="goes on without a word")
 @pytest.mark.parametrize("calls", [[["embed"], ["head"]], [["head"]], [["embed", "head"]], []])
 def test_torch_stops_where_two_units_have_one_tensor(calls: list[list[str]]) -> None:
-    """So a policy gives a tied parameter to one of them: the exercise `units_by_size` leaves it open."""
+    """So a policy gives a tied parameter to one of them: the exercise `apply_fsdp` leaves it to the root."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         model = MODELS["toy gpt2"]()

@@ -1,25 +1,24 @@
-"""The checks of rung 02: unequal token counts, all-reduce by hand, buckets, the bottleneck of DDP, faults.
+"""The checks of rung 02: all-reduce by hand, a training loop on ranks, the bottleneck of DDP, a job with a fault.
 
-`ddp_bottleneck` is the Done-when of the rung: formulas on drawn models and links first, then a recorded run.
+`ddp_bottleneck` and `train_ddp` are the Done-when of the rung: formulas on drawn jobs and a recorded run, and a loop that runs.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
-from lablib.calc.parallel import bucket_sizes
 from lablib.calc.params import count_params
 from lablib.checks.judging import (
     Row,
@@ -31,188 +30,18 @@ from lablib.checks.judging import (
     close,
     name_the_mistake,
     numbers,
-    recognize,
+    on_ranks,
     refuse,
+    some,
     whole,
 )
-from lablib.launch.measure import medians
-from lablib.launch.ranks import Endless, Turns, run_ranks
+from lablib.launch.measure import medians, record_comms
 from lablib.launch.records import recorded
-from lablib.toys.data_parallel import DIAGNOSES, Chart, diagnosis, train_regression
 
-__all__ = ["RECORDING", "all_reduce_mean", "ddp_bottleneck", "diagnose", "make_buckets", "token_losses"]
+__all__ = ["RECORDING", "StrangeJob", "all_reduce_mean", "ddp_bottleneck", "find_fault", "train_ddp"]
 
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
-
-
-# --- unequal token counts -----------------------------------------------------------------------------------
-
-#: Tokens of the micro-batches of each rank. In the first, no two mistakes give a token the same weight.
-_BATCHES = ([[5, 2], [1, 8], [4, 9]], [[3], [1]], [[2, 6, 3], [4], [1, 1]], [[4, 0], [2, 3]])
-
-
-class _Ranks(Turns):
-    """Ranks whose only tool is a sum of one number over all of them."""
-
-    def __init__(self, ranks: int):
-        super().__init__(ranks)
-        self.given: list[list[float]] = [[] for _ in range(ranks)]
-
-    def able(self) -> list[int]:
-        """Return who has not called yet, or whose sum is complete."""
-        left = [rank for rank in range(self.ranks) if rank not in self.done]
-        return [r for r in left if all(len(other) >= len(self.given[r]) for other in self.given)]
-
-    def all_reduce(self, rank: int, value: object) -> float:
-        try:
-            number = float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, RuntimeError):
-            raise Wrong("`all_reduce` adds one number over the ranks: give it the count that all ranks need.") from None
-        if len(self.given[rank]) == 1000:
-            raise Wrong("`all_reduce` is called again and again: a loop in your answer never ends.")
-        self.given[rank].append(number)
-        call = len(self.given[rank])
-        self.pause(rank)
-        return sum(given[call - 1] for given in self.given)
-
-
-@check(
-    idea="DDP takes the mean over ranks of what you give it, so every token must come out with the same weight.",
-    section="Unequal shares: weigh tokens, not ranks",
-    line="Count the tokens of all your micro-batches, add the count over ranks once, and divide the sum of each "
-    "micro-batch's losses by it, times the number of ranks.",
-)
-def token_losses(answer: Callable[[list[Tensor], int, Callable[[float], float]], Sequence[Tensor]]) -> str:
-    """Judge `token_losses(micro_batches, ranks, all_reduce)` by the weight that each token gets in the mean gradient."""
-    for batch in _BATCHES:
-        _judge_weights(batch, *_token_weights(answer, batch))
-    tokens = sum(map(sum, _BATCHES[0]))
-    return f"Every token weighs 1/{tokens} of the first step, whoever held it and in whichever micro-batch."
-
-
-def _token_weights(answer: Callable, batch: list[list[int]]) -> tuple[list[list[float]], int]:
-    """Return the weight of one token of each micro-batch in DDP's mean gradient, by rank."""
-    world = _Ranks(len(batch))
-    weights: list[list[float]] = [[] for _ in batch]
-
-    def act(rank: int) -> None:
-        losses = [torch.rand(n, dtype=torch.float64).add_(1).requires_grad_() for n in batch[rank]]
-        # What the model made has a history, and its gradient is not kept: only a leaf's is.
-        got = answer([loss * 1 for loss in losses], len(batch), functools.partial(world.all_reduce, rank))
-        iterable = hasattr(got, "__iter__") and not isinstance(got, str | Mapping)
-        got = list(got) if iterable and not (isinstance(got, Tensor) and got.dim() != 1) else []
-        if len(got) != len(losses):
-            raise Wrong(
-                f"Return a list with one loss for each of the {len(losses)} micro-batches: backward runs once for each."
-            )
-        if any(loss.grad is not None for loss in losses):
-            raise Wrong("Backward has run already: return the losses, on which the training loop will start it.")
-        for loss, start in zip(losses, got, strict=True):
-            _backward(loss, start)
-        weights[rank] = [_weight(loss, len(batch)) for loss in losses]  # after all: any order of the list is right
-
-    try:
-        ended = world.play(act)
-    except Endless as endless:
-        raise Wrong(str(endless)) from None
-    if not ended or len({len(given) for given in world.given}) > 1:
-        counts = ", ".join(f"rank {rank}: {len(given)}" for rank, given in enumerate(world.given))
-        raise Wrong(
-            f"The ranks call `all_reduce` unequally often ({counts}), and one waits for ever: ranks may have "
-            f"different numbers of micro-batches, so add up your own tokens first."
-        )
-    return weights, len(world.given[0])
-
-
-def _backward(loss: Tensor, start: object) -> None:
-    """Start backward on what was returned in the place of a micro-batch's losses."""
-    lost = not isinstance(start, Tensor) or start.grad_fn is None  # a leaf of its own leads to no parameter either
-    refuse(
-        "",
-        ("The loss of a micro-batch without tokens has no graph: backward starts on it, too, because the other ranks wait for "
-         "this rank's all-reduce. The `sum()` of no losses is 0 and has one", lost and not len(loss)),
-        ("A loss has lost its graph, and backward cannot start there: only the count goes through `all_reduce`, the losses "
-         "stay tensors", lost),
-        ("Backward starts from one number: add up the losses of a micro-batch's tokens", lambda: start.numel() != 1),
-    )  # fmt: skip
-    try:
-        start.sum().backward()
-    except RuntimeError as error:
-        if "second time" not in str(error):
-            raise
-        raise Wrong(
-            "The losses of two micro-batches hang together in one graph, which the first backward frees: make each "
-            "from its own micro-batch."
-        ) from None
-    padding = not len(loss) and not bool(torch.isfinite(start.detach()).all())
-    refuse("", ("A micro-batch of padding has no tokens, and its loss is not a number: the mean of nothing is 0/0, the sum of "
-                "nothing is 0", padding))  # fmt: skip
-
-
-def _weight(loss: Tensor, ranks: int) -> float:
-    """Return what one token of a micro-batch weighs in the mean over ranks of the gradients."""
-    grad = loss.new_zeros(len(loss)) if loss.grad is None else loss.grad
-    if len(grad) and float(grad.max() - grad.min()) > 1e-9 * float(grad.abs().max()):
-        raise Wrong("Tokens of one micro-batch weigh differently: each loss enters the sum once.")
-    return float(grad[0]) / ranks if len(grad) else 0.0
-
-
-#: What a token weighs if this mistake is made, given ranks, all tokens, those of the rank and of its micro-batch, and the
-#: micro-batches of all and of the rank.
-_WEIGHT_SLIPS: list[tuple[str, Callable[..., float]]] = [
-    ("The weights are equal and n times too small: DDP divides the sum over ranks by n once more",
-     lambda ranks, total, own, n, micros, m: 1 / total / ranks),
-    ("The weights are equal and n times too large: the sum over ranks is divided by n once, not multiplied twice",
-     lambda ranks, total, own, n, micros, m: ranks / total),
-    ("Nothing is divided by the tokens: the step grows with their number", lambda ranks, total, own, n, micros, m: 1.0),
-    ("Nothing is divided by the tokens: n cancels DDP's division alone",
-     lambda ranks, total, own, n, micros, m: 1 / ranks),
-    ("That is the mean of means: a token of a short micro-batch weighs more than one of a long one",
-     lambda ranks, total, own, n, micros, m: 1 / n / m / ranks),
-    ("The means of micro-batches add up: their number multiplies the step, and short ones weigh too much",
-     lambda ranks, total, own, n, micros, m: 1 / n / ranks),
-    ("Your own tokens weigh right among themselves, but a rank with few of them counts as much as one with many",
-     lambda ranks, total, own, n, micros, m: 1 / own / ranks),
-    ("Your own count divides, and n is multiplied in: `all_reduce` returns the sum, it does not change what it gets",
-     lambda ranks, total, own, n, micros, m: 1 / own),
-    ("A mean has divided by the tokens of its micro-batch already, and the count of all tokens divides once more",
-     lambda ranks, total, own, n, micros, m: 1 / n / total),
-    ("The count is that of micro-batches; what weighs the same is every token, so count tokens",
-     lambda ranks, total, own, n, micros, m: 1 / micros),
-    ("A token's weight depends on how many micro-batches its rank has: the count of all tokens divides for them, too",
-     lambda ranks, total, own, n, micros, m: 1 / total / m),
-    ("Nothing is left of the losses: no token has a weight", lambda ranks, total, own, n, micros, m: 0.0),
-]  # fmt: skip
-
-
-def _judge_weights(batch: list[list[int]], weights: list[list[float]], calls: int) -> None:
-    ranks, total, micros = len(batch), sum(map(sum, batch)), sum(map(len, batch))
-    given = [  # a row for each micro-batch that has tokens
-        ((ranks, total, sum(micro), n, micros, len(micro)), weight)
-        for micro, found in zip(batch, weights, strict=True)
-        for n, weight in zip(micro, found, strict=True) if n
-    ]  # fmt: skip
-    case = f"tokens by rank and micro-batch: {batch}"
-    if all(close(weight, 1 / total) for _, weight in given):
-        return
-    shown = [(sentence, all(close(weight, slip(*row)) for row, weight in given)) for sentence, slip in _WEIGHT_SLIPS]
-    refuse(case, *shown)
-    if calls > 1 and all(len(micro) == len(batch[0]) for micro in batch):
-        columns = [sum(column) for column in zip(*batch, strict=True)]
-        shared = [weights[rank][i] * columns[i] for rank in range(ranks) for i in range(len(columns)) if batch[rank][i]]
-        refuse(case, (
-            "Each micro-batch is weighed only among those of the same place on other ranks; the step is one mean over all of "
-            "them, so count all tokens before you divide", max(shared) - min(shared) < 1e-9 * max(shared),
-        ))  # fmt: skip
-    rank, i = next(
-        (r, i) for r in range(ranks) for i, n in enumerate(batch[r]) if n and not close(weights[r][i], 1 / total)
-    )
-    raise Wrong(
-        f"This mistake is none that the check knows. With tokens {batch}, by rank and micro-batch, a token of rank {rank}, "
-        f"micro-batch {i}, weighs {weights[rank][i]:.4g} in the mean gradient, and 1/{total} = {1 / total:.4g} in a single "
-        "process."
-    )
 
 
 # --- all-reduce by hand -------------------------------------------------------------------------------------
@@ -366,106 +195,244 @@ def _judge_wire(answer: Callable[..., list[list[float]]], gradients: list[list[f
             )
 
 
-# --- buckets ------------------------------------------------------------------------------------------------
+# --- a training loop on ranks -------------------------------------------------------------------------------
+
+_VOCABULARY, _WIDTH = 16, 8
+
+
+class _Practice(NamedTuple):
+    """What `train_ddp` is asked to do."""
+
+    ranks: int
+    sequences: int
+    micro_batch: int
+    accumulate: int
+    epochs: int = 2
+    lr: float = 0.5
+
+    def data(self) -> list[Tensor]:
+        """Return sequences of unequal lengths, no two alike."""
+        seeded = torch.Generator().manual_seed(self.sequences)
+        lengths = [2 + 5 * i % 11 for i in range(self.sequences)]
+        return [torch.cat([torch.tensor([i % 16, i // 16]), torch.randint(16, (n,), generator=seeded)])
+                for i, n in enumerate(lengths)]  # fmt: skip
+
+
+#: The last step of an epoch has fewer micro-batches. No two mistakes walk to the same weights.
+_PRACTICE = (_Practice(2, 19, 2, 2), _Practice(3, 13, 1, 3))
+
+
+class _Scribe(nn.Module):
+    """A language model that notes which sequences it is given, and with which weights it meets them."""
+
+    def __init__(self, data: list[Tensor], seed: int):
+        super().__init__()
+        seeded = torch.Generator().manual_seed(seed)
+        self.embed, self.inner = nn.Embedding(_VOCABULARY, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+        self.double()
+        for p in self.parameters():
+            p.data.normal_(generator=seeded)
+        self.number = {tuple(tokens.tolist()): i for i, tokens in enumerate(data)}
+        self.seen: list[tuple[list[int], Tensor]] = []
+
+    def forward(self, sequences: Sequence[Tensor]) -> Tensor:
+        """Return the loss of every token of the sequences, one vector."""
+        whole_ones = isinstance(sequences, list | tuple) and all(isinstance(each, Tensor) for each in sequences)
+        known = [self.number.get(tuple(each.tolist())) for each in sequences] if whole_ones else [None]
+        if None in known or not known:
+            raise Wrong("`model` takes a list of sequences of `data`, as they are: `collate_fn=list` keeps them so.")
+        if torch.is_grad_enabled():
+            self.seen.append((known, self.vector()))
+        read = torch.cat([torch.cat([tokens.new_zeros(1), tokens[:-1]]) for tokens in sequences])
+        logits = self.head(torch.tanh(self.inner(self.embed(read))))
+        return nn.functional.cross_entropy(logits, torch.cat(list(sequences)), reduction="none")
+
+    def vector(self) -> Tensor:
+        """Return a copy of all weights."""
+        return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+
+
+class _Trained(NamedTuple):
+    """What one rank did: `steps[step][micro_batch]` are the sequences that it took, `path[step]` the weights it began with.
+
+    The path ends with the last weights. Messages are those of more than a few counts.
+    """
+
+    steps: list[list[list[int]]]
+    path: list[Tensor]
+    messages: int
+    sent: float
+
+
+def _practise(answer: Callable[..., object], asked: _Practice) -> _Trained:
+    data = asked.data()
+    model = _Scribe(data, seed=dist.get_rank())  # other weights on every rank, as after `manual_seed(rank)`
+    with record_comms() as log:
+        answer(model, data, asked.epochs, asked.micro_batch, asked.accumulate, asked.lr)
+    steps: list[list[list[int]]] = []
+    path: list[Tensor] = []
+    for known, weights in model.seen:
+        if not path or not weights.equal(path[-1]):
+            steps.append([])
+            path.append(weights)
+        steps[-1].append(known)
+    gradients = [event for event in log.events if event.op not in ("broadcast", "scatter") and event.bytes > 32]
+    return _Trained(steps, [*path, model.vector()], len(gradients), sum(event.sent for event in gradients))
 
 
 @check(
-    idea="Follow backward: it makes the last gradient first, and a bucket leaves when it is full.",
-    section="Bucket sizes: bucket_cap_mb and the first MiB",
-    line="Go through the indices from the last to the first, append to the open bucket, and open the next one once the "
-    "open one holds its limit: `first` for the first bucket, `cap` for all others.",
+    idea="Every rank runs the same loop on its own examples, and what all ranks step with is the gradient of one mean over all "
+    "tokens of the step.",
+    section="Accumulation: no_sync until the last micro-batch",
+    line="Wrap the model, let a DistributedSampler deal, cut the rank's micro-batches into groups, count the group's tokens over "
+    "all ranks once, and keep all micro-batches but the last of a group under `no_sync`.",
+    kind="work",
 )
-def make_buckets(answer: Callable[[list[int], int, int], list[list[int]]], seed: int = 2) -> str:
-    """Judge `make_buckets(sizes, first, cap)` on a hand-made model and on random ones."""
-    dice = random.Random(seed)
-    cases = [([8] * 9, 16, 24), ([4, 4, 40, 4, 4, 4], 4, 12)]
-    drawn = [([dice.randint(1, 40) for _ in range(dice.randint(3, 30))], 10, 50) for _ in range(20)]
-    cases += sorted(drawn, key=lambda case: len(case[0]))  # the smallest that fails is shown
-    for sizes, first, cap in cases:
-        got, truth = answer(list(sizes), first, cap), bucket_sizes(sizes, first=first, cap=cap)
-        if got is None:
-            raise Wrong("Nothing is returned: return a list of buckets, each a list of indices into `sizes`.")
-        found = [[whole(index, "An index") for index in _bucket(bucket)] for bucket in numbers(got)]
-        # The order inside a bucket is nobody's: all of it leaves at once.
-        if list(map(sorted, found)) != list(map(sorted, truth)):
-            _explain_buckets(found, truth, sizes, first, cap)
-    return f"{len(cases)} models cut as DDP cuts them."
-
-
-def _bucket(bucket: object) -> list:
-    if not hasattr(bucket, "__iter__") or isinstance(bucket, str | Mapping):
-        raise Wrong("Return a list of buckets, and each bucket is a list of indices into `sizes`.")
-    return numbers(sorted(bucket) if isinstance(bucket, set | frozenset) else bucket)
-
-
-def _explain_buckets(got: list[list[int]], truth: list[list[int]], sizes: list[int], first: int, cap: int) -> NoReturn:
-    case = f"sizes {sizes[:6]}{'...' if len(sizes) > 6 else ''}, first {first}, cap {cap}"
-    flat = [index for bucket in got for index in bucket]
-    held = list(map(sorted, got))
-    last = len(sizes) - 1
-
-    def cut(first: int, cap: int, sizes: list[int] = sizes) -> list[list[int]]:
-        return bucket_sizes(sizes, first=first, cap=cap)
-
-    strange = [index for index in flat if index not in range(len(sizes))]
-    missing = sorted(set(range(len(sizes))) - set(flat))
-    half = " The last bucket leaves half full" if 0 in missing else " Begin with the last index"
-    refuse(
-        case,
-        ("A bucket lists which gradients are in it, not their sizes: indices, please",
-         held == [sorted(sizes[index] for index in bucket) for bucket in truth]),
-        ("The buckets are right, in the wrong order: the last gradient comes first",
-         sorted(held) == sorted(map(sorted, truth))),
-        (lambda: f"{strange[0]} is no index: the {len(sizes)} gradients are numbered from 0", strange),
-        ("A gradient is in two buckets: it would be averaged twice", len(flat) != len(set(flat))),
-        (f"Gradients {missing[:4]} are in no bucket: those parameters would never be averaged.{half}", missing),
-        ("One bucket for everything is ready when backward ends: nothing overlaps", len(got) == 1 < len(truth)),
-        ("Backward makes the last layer's gradient first: in registration order the first bucket is ready only at the end of "
-         "backward, and nothing overlaps", flat == sorted(flat) and len(flat) > 1),
-        ("An empty bucket costs a message and carries nothing", not all(got)),
-        ("One message per gradient pays the latency once per parameter",
-         all(len(bucket) == 1 for bucket in got) and any(len(bucket) > 1 for bucket in truth)),
-    )  # fmt: skip
-    closes = "A bucket starts at zero, takes gradients until it holds at least its limit, and closes then"
-    above = f"{closes}, even if it is now above it: the gradient that reaches the limit still goes in"
-    slips = [
-        ("The first bucket has its own, smaller limit, so that the link starts early", cut(cap, cap)),
-        ("The limits have changed places: `first` is that of the first bucket, `cap` of all others", cut(cap, first)),
-        ("Only the first bucket has the small limit; the others close at the cap", cut(first, first)),
-        ("A bucket that holds exactly its limit is full: at least, not more than", cut(first + 1, cap + 1)),
-        ("After the first bucket each gradient leaves by itself: a new bucket counts from zero",
-         [truth[0], *([index] for index in reversed(range(len(sizes) - len(truth[0]))))]),
-        ("The buckets are cut from the first gradient on and then sent in reverse: what backward makes first fills the first "
-         "bucket", [[last - i for i in bucket] for bucket in reversed(cut(first, cap, sizes[::-1]))]),
-        (above, _closed_before(sizes, first, cap)),
-        (above, _closed_before(sizes, first - 1, cap - 1)),
-        ("What a bucket holds beyond its limit left with it: the next one starts at zero", _carried_on(sizes, first, cap)),
-    ]  # fmt: skip
-    recognize(held, case, slips, lambda mine, other: mine == list(map(sorted, other)))
-    raise Wrong(
-        f"{closes} ({case}). Yours begin {got[:3]}, DDP's {truth[:3]}; which idea differs is not clear from that."
+def train_ddp(answer: Callable[..., object]) -> str:
+    """Judge `train_ddp(model, data, epochs, micro_batch, accumulate, lr)` on ranks, beside one process, by what is sent."""
+    for asked in _PRACTICE:
+        trained = on_ranks(_practise, asked.ranks, answer, asked)
+        _judge_shares(trained, asked)
+        _judge_steps(trained, asked)
+        _judge_sent(trained, asked)
+    return (
+        "On 2 and on 3 ranks the weights are those of one process that takes the same examples, and gradients leave a rank "
+        "once a step, in buckets."
     )
 
 
-def _closed_before(sizes: Sequence[int], first: int, cap: int) -> list[list[int]]:
-    buckets: list[list[int]] = [[]]
-    for index in reversed(range(len(sizes))):
-        limit = first if len(buckets) == 1 else cap
-        if buckets[-1] and sum(sizes[i] for i in buckets[-1]) + sizes[index] > limit:
-            buckets.append([])
-        buckets[-1].append(index)
-    return buckets
+def _judge_shares(trained: list[_Trained], asked: _Practice) -> None:
+    """Hold what each rank took to the sampler's promise: all examples, each once but for padding, in a new order."""
+    ranks, m = len(trained), asked.micro_batch
+    case = f"{ranks} ranks, {asked.sequences} sequences, micro_batch={m}, accumulate={asked.accumulate}, {asked.epochs} epochs"
+    flat = [[i for step in rank.steps for micro in step for i in micro] for rank in trained]
+    places = math.ceil(asked.sequences / ranks)
+    wanted = asked.epochs * math.ceil(places / (m * asked.accumulate))
+    taken = [len(rank.steps) for rank in trained]
+    idle = [rank for rank in range(ranks) if not flat[rank]]
+    refuse(
+        case,
+        (f"Rank {idle[0] if idle else 0} has trained on nothing: every rank takes its share", idle),
+        ("No weight has changed: after backward an optimizer steps", any(r.path[-1].equal(r.path[0]) for r in trained)),
+        (f"All {ranks} ranks take the same examples: together they do the work of one, {ranks} times",
+         all(set(one[: m * 2]) == set(flat[0][: m * 2]) for one in flat)),
+        (f"The ranks take {sum(map(len, flat))} sequences in {asked.epochs} epochs of {asked.sequences}: each takes only its share",
+         sum(map(len, flat)) >= asked.epochs * (asked.sequences + ranks)),
+        (f"A micro-batch has at most {m} sequences: more of them may not fit, which is why gradients accumulate",
+         any(len(micro) > m for rank in trained for step in rank.steps for micro in step)),
+        ("The optimizer steps after every micro-batch: gradients add up first, and the step comes after the last of a group",
+         taken[0] == asked.epochs * math.ceil(places / m) != wanted),
+        (f"Ranks take {taken} optimizer steps, and {wanted} are asked: an epoch's last group has fewer micro-batches and steps, "
+         "too. It is neither dropped nor carried into the next epoch", set(taken) != {wanted}),
+    )  # fmt: skip
+    each = wanted // asked.epochs
+    for epoch in range(asked.epochs):
+        seen = [
+            i for r in trained for step in r.steps[epoch * each : (epoch + 1) * each] for micro in step for i in micro
+        ]
+        left = sorted(set(range(asked.sequences)) - set(seen))
+        refuse(
+            case, (f"Sequences {some(left)} are in no step of epoch {epoch}: the ranks' shares are all of `data`", left)
+        )
+    halves = [
+        [i for step in trained[0].steps[e * each : (e + 1) * each] for micro in step for i in micro] for e in (0, 1)
+    ]
+    refuse(case, ("Both epochs have the same order: a sampler does not know the epoch, so tell it with `set_epoch` before each, "
+                  "and let it shuffle", halves[0] == halves[1]))  # fmt: skip
 
 
-def _carried_on(sizes: Sequence[int], first: int, cap: int) -> list[list[int]]:
-    buckets: list[list[int]] = [[]]
-    room = first
-    for index in reversed(range(len(sizes))):
-        if room <= 0:
-            buckets, room = [*buckets, []], room + cap
-        buckets[-1].append(index)
-        room -= sizes[index]
-    return buckets
+def _step(
+    trained: list[_Trained], asked: _Practice, number: int, weigh: Callable[..., float], before: int = 0
+) -> Tensor:
+    """Return rank 0's weights after a step of one process with all ranks' examples, a token weighed as `weigh` says.
+
+    Args:
+        before: Gradients of so many steps before this one are still there.
+    """
+    data = asked.data()
+    model = _Scribe(data, seed=0)
+    parameters = list(model.parameters())
+    for each in range(number - before, number + 1):
+        nn.utils.vector_to_parameters(trained[0].path[each], parameters)
+        of_ranks = [rank.steps[each] for rank in trained]
+        tokens = [[sum(len(data[i]) for i in micro) for micro in micros] for micros in of_ranks]
+        total, count = sum(map(sum, tokens)), sum(map(len, tokens))
+        loss = torch.zeros((), dtype=torch.float64)
+        for own, micros in zip(tokens, of_ranks, strict=True):
+            for place, (n, micro) in enumerate(zip(own, micros, strict=True)):
+                column = sum(other[place] for other in tokens if place < len(other))
+                weight = weigh(asked.ranks, total, sum(own), n, count, len(own), column)
+                loss = loss + weight * model([data[i] for i in micro]).sum()
+        loss.backward()
+    grads = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
+    return trained[0].path[number] - asked.lr * grads
+
+
+#: What a token weighs if this mistake is made, given ranks, all tokens, those of the rank, of its micro-batch, the
+#: micro-batches of all and of the rank, and the tokens in the same place on all ranks.
+_WEIGHT_SLIPS: list[tuple[str, Callable[..., float]]] = [
+    ("Tokens weigh equally, and n times too little: DDP divides the sum over ranks by n once more",
+     lambda ranks, total, own, n, micros, m, column: 1 / total / ranks),
+    ("Tokens weigh equally, and n times too much: gradients are summed over ranks, or n is multiplied in once too often",
+     lambda ranks, total, own, n, micros, m, column: ranks / total),
+    ("Nothing is divided by the tokens: the step grows with their number",
+     lambda ranks, total, own, n, micros, m, column: 1 / ranks),
+    ("That is the mean of means: a token of a short micro-batch weighs more than one of a long one",
+     lambda ranks, total, own, n, micros, m, column: 1 / n / m / ranks),
+    ("The means of micro-batches add up: their number multiplies the step, and short ones weigh too much",
+     lambda ranks, total, own, n, micros, m, column: 1 / n / ranks),
+    ("Tokens weigh right among those of their rank, but a rank with few of them counts as much as one with many",
+     lambda ranks, total, own, n, micros, m, column: 1 / own / ranks),
+    ("Each micro-batch is weighed only among those of the same place on other ranks; the step is one mean over all of them, so "
+     "count all tokens before you divide", lambda ranks, total, own, n, micros, m, column: 1 / column / m),
+    ("The count is that of micro-batches; what weighs the same is every token",
+     lambda ranks, total, own, n, micros, m, column: 1 / micros),
+]  # fmt: skip
+
+
+def _judge_steps(trained: list[_Trained], asked: _Practice) -> None:
+    """Hold every step of every rank to the step of one process with the same weights and examples."""
+    for number in range(len(trained[0].steps)):
+        ends = [rank.path[number + 1] for rank in trained]
+        right = _step(trained, asked, number, _once_each)
+        far = float((right - trained[0].path[number]).abs().max())
+        if all(_near(end, right, far) for end in ends):
+            continue
+        left = trained[0].path[0]
+        refuse(
+            f"step {number}",
+            ("Each rank trains a model of its own, since no gradient leaves it: backward averages where forward has gone through "
+             "the wrapped model, outside `no_sync`", trained[0].sent < ring_all_reduce_bytes(left.nbytes, asked.ranks)),
+            ("The replicas differ: each rank begins with weights of its own, and equal steps from there never meet. Rank 0's go to "
+             "all first", any(not rank.path[0].equal(left) for rank in trained)),
+            ("The replicas part, though gradients were exchanged: all step with the same gradient, in every step",
+             not all(_near(end, ends[0], far) for end in ends)),
+            *((sentence, _near(_step(trained, asked, number, slip), ends[0], far)) for sentence, slip in _WEIGHT_SLIPS),
+            ("Gradients of the step before are still there: clear them after each step",
+             number and _near(_step(trained, asked, number, _once_each, before=1), ends[0], far)),
+            (f"One process with the same examples and plain SGD steps elsewhere: its largest change is {far:.3g}, yours "
+             f"{float((ends[0] - trained[0].path[number]).abs().max()):.3g}. The check does not know this mistake", True),
+        )  # fmt: skip
+
+
+def _once_each(ranks: int, total: int, *_: int) -> float:
+    return 1 / total
+
+
+def _near(one: Tensor, other: Tensor, far: float) -> bool:
+    return float((one - other).abs().max()) < 1e-5 * far  # weights are fp64, and what a token weighs may be fp32
+
+
+def _judge_sent(trained: list[_Trained], asked: _Practice) -> None:
+    steps, once = len(trained[0].steps), ring_all_reduce_bytes(trained[0].path[0].nbytes, asked.ranks)
+    times, messages = trained[0].sent / once / steps, trained[0].messages / steps
+    refuse(
+        f"{asked.accumulate} micro-batches a step",
+        (f"The weights are right, and the gradients leave a rank {times:.1f} times a step: DDP decides in forward, so all "
+         "micro-batches but a group's last go forward and backward under `no_sync`", times > 1.5),
+        (f"The weights are right, in {messages:.0f} messages a step: one for each parameter pays latency each time", messages > 3),
+    )  # fmt: skip
 
 
 # --- the bottleneck of DDP ----------------------------------------------------------------------------------
@@ -475,19 +442,23 @@ def _carried_on(sizes: Sequence[int], first: int, cap: int) -> list[list[int]]:
     idea="Set the bytes of the gradient over the link against the FLOPs of backward over the accelerator's speed.",
     section="Tokens per rank: where DDP's bottleneck is",
     line="Sent is 2(n-1)/n times the gradient's bytes; seconds are sent over bandwidth, and 4 FLOPs per parameter and "
-    "token over FLOP/s; exposed is what the first has more than the second, and never below zero.",
+    "token over FLOP/s; exposed is what the first has more than the second, of one micro-batch, and never below zero.",
 )
 def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) -> str:
-    """Judge `ddp_bottleneck(params, grad_bytes, tokens, ranks, flops, bandwidth)` on models, links and a record."""
+    """Judge `ddp_bottleneck(params, grad_bytes, tokens, micro_batches, ranks, flops, bandwidth)` on jobs and a record."""
     dice = random.Random(seed)
     gpt3 = count_params(preset("gpt3-175b")).total
-    cases = [(gpt3, 4, 2048, 6, 140e12, 300e9)]  # no slip gives the number of another one here
-    cases += [(gpt3, 2, 2048, 8, 140e12, 300e9), (gpt3, 2, 2048, 64, 140e12, 200e9), (gpt3, 2, 256, 64, 140e12, 25e9)]
+    cases = [(gpt3, 4, 1024, 5, 6, 140e12, 200e9)]  # no slip gives the number of another one here
+    cases += [
+        (gpt3, 2, 2048, 1, 8, 140e12, 300e9),
+        (gpt3, 2, 2048, 2, 64, 140e12, 200e9),
+        (gpt3, 2, 256, 3, 64, 140e12, 25e9),
+    ]
     for _ in range(30):
         job = int(10 ** dice.uniform(7, 11)), 2 ** dice.randint(6, 15), dice.choice([2, 3, 8, 16, 100, 512])
         link = dice.choice([2, 4]), dice.uniform(40, 900) * 1e12, dice.uniform(1, 450) * 1e9
-        cases.append((job[0], link[0], *job[1:], *link[1:]))
-    cases.append((10**9, 2, 1024, 1, 140e12, 25e9))
+        cases.append((job[0], link[0], job[1], dice.choice([1, 2, 5, 16]), job[2], *link[1:]))
+    cases.append((10**9, 2, 1024, 4, 1, 140e12, 25e9))
     gots = [_ask_bottleneck(answer, *case) for case in cases]
     for key, slips in _BOTTLENECK_SLIPS.items():
         given = [as_float(got[key], f"`{key}`") for got in gots]
@@ -498,27 +469,31 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
             name_the_mistake(rows, wrong, slips, _BOTTLENECK_CASE)
     for case, got in zip(cases, gots, strict=True):
         refuse("", ("`hides` is True or False: any text counts as true", isinstance(got["hides"], str)))
-        hides = "`hides` says whether the all-reduce fits behind backward, that is, nothing is exposed"
+        hides = (
+            "`hides` says whether the all-reduce fits behind backward of one micro-batch, that is, nothing is exposed"
+        )
         wrong = bool(got["hides"]) != (_bottleneck(*case)["exposed"] == 0)
         refuse(_BOTTLENECK_CASE.format(*case), (hides, wrong))
     return _judge_against_record(answer)
 
 
-_BOTTLENECK_CASE = "{0:.3g} parameters, {1}-byte gradients, {2} tokens, {3} ranks"
+_BOTTLENECK_CASE = "{0:.3g} parameters, {1}-byte gradients, {3} micro-batches of {2} tokens, {4} ranks"
 
 
 def _bottleneck(
-    params: int, grad_bytes: int, tokens: int, ranks: int, flops: float, bandwidth: float
+    params: int, grad_bytes: int, tokens: int, micro_batches: int, ranks: int, flops: float, bandwidth: float
 ) -> dict[str, float]:
     size = params * grad_bytes
     sent = ring_all_reduce_bytes(size, ranks)
     communication, backward = sent / bandwidth, 4 * params * tokens / flops
-    exposed = max(0.0, communication - backward)
+    compute, exposed = 1.5 * backward * micro_batches, max(0.0, communication - backward)
     found = {"size": size, "bytes_sent": sent, "communication": communication, "backward": backward, "exposed": exposed}
-    return found | dict(zip(_BOTTLENECK_ASKED, (params, grad_bytes, tokens, ranks, flops, bandwidth), strict=True))
+    found |= {"compute": compute, "step": compute + exposed}
+    asked = (params, grad_bytes, tokens, micro_batches, ranks, flops, bandwidth)
+    return found | dict(zip(_BOTTLENECK_ASKED, asked, strict=True))
 
 
-_BOTTLENECK_ASKED = ("params", "grad_bytes", "tokens", "ranks", "flops", "bandwidth")
+_BOTTLENECK_ASKED = ("params", "grad_bytes", "tokens", "micro_batches", "ranks", "flops", "bandwidth")
 
 
 def _by(sentence: str, mistaken: Callable[[SimpleNamespace], float]) -> Slip:
@@ -537,6 +512,8 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
             lambda t: (t.ranks - 1) * t.size),
         _by("That is the gradient's share of one rank; each rank sends 2(n-1) such chunks", lambda t: t.size / t.ranks),
         _by("Communication does not grow with the tokens, gradients are as many", lambda t: t.bytes_sent * t.tokens),
+        _by("Under `no_sync` the gradients leave once a step, however many micro-batches it has",
+            lambda t: t.bytes_sent * t.micro_batches),
         _by("Count bytes, not parameters", lambda t: t.bytes_sent / t.grad_bytes),
         _by("Bytes, not GB", lambda t: t.bytes_sent / 1e9),
         _by("Bytes, not bits", lambda t: t.bytes_sent * 8),
@@ -555,14 +532,6 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
         _by("Seconds, not milliseconds", lambda t: t.communication * 1e3),
         _by("`bytes_sent` holds both halves of the all-reduce already", lambda t: t.communication * 2),
     ],
-    "backward": [
-        _by("That is forward too; gradients exist during backward, 4 of the 6 FLOPs", lambda t: t.backward * 1.5),
-        _by("That is the forward pass; backward takes twice as many FLOPs", lambda t: t.backward / 2),
-        _by("`tokens` is already the share of one rank: do not divide it again", lambda t: t.backward / t.ranks),
-        _by("Each rank has its own tokens and FLOP/s: the ranks' number drops out", lambda t: t.backward * t.ranks),
-        _by("Computation grows with parameters times tokens", lambda t: t.backward / t.tokens),
-        _by("Seconds, not milliseconds", lambda t: t.backward * 1e3),
-    ],
     "exposed": [
         _by("That is all of the communication, as if nothing overlapped", lambda t: t.communication),
         _by("That is the part that hides; exposed is the other one", lambda t: min(t.communication, t.backward)),
@@ -572,6 +541,12 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
             lambda t: max(0.0, t.communication - 1.5 * t.backward)),
         _by("Communication hides behind backward, which takes twice as long as forward",
             lambda t: max(0.0, t.communication - t.backward / 2)),
+        _by("Gradients are final in the last micro-batch's backward, and only this one can hide their all-reduce",
+            lambda t: max(0.0, t.communication - t.micro_batches * t.backward)),
+        _by("Gradients are final in backward of the last micro-batch: neither the others nor forward can hide anything",
+            lambda t: max(0.0, t.communication - t.compute)),
+        _by("Each rank has its own tokens: its backward does not get shorter with their number",
+            lambda t: max(0.0, t.communication - t.backward / t.ranks)),
         _by("All or nothing is exposed only where nothing overlaps: what backward covers is hidden",
             lambda t: t.communication if t.exposed else 0.0),
         _by("That is the length of an overlapped step, not what backward leaves",
@@ -580,6 +555,19 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
             lambda t: t.communication + t.backward),
         _by("Exposed is in seconds, and not a share", lambda t: t.exposed / t.communication if t.communication else 0.0),
     ],
+    "step": [
+        _by("Forward computes too: 6 FLOPs per parameter and token, 4 of them backward",
+            lambda t: t.backward * t.micro_batches + t.exposed),
+        _by("A step computes all of its micro-batches", lambda t: 1.5 * t.backward + t.exposed),
+        _by("What hides is not added: a step is computation and what is exposed", lambda t: t.compute + t.communication),
+        _by("That is the computation alone; what is exposed comes on top", lambda t: t.compute),
+        _by("All micro-batches compute, but only backward of the last has an all-reduce beside it",
+            lambda t: max(t.compute, t.communication)),
+        _by("What is exposed is exposed once a step, behind the last micro-batch",
+            lambda t: t.compute + t.micro_batches * t.exposed),
+        _by("`tokens` is already the share of one rank: do not divide it again", lambda t: t.compute / t.ranks + t.exposed),
+        _by("Seconds, not milliseconds", lambda t: t.step * 1e3),
+    ],
 }  # fmt: skip
 
 
@@ -587,7 +575,7 @@ def _ask_bottleneck(answer: Callable[..., object], *case: float) -> Mapping[str,
     return by_name(answer(*case), *_BOTTLENECK_KEYS)
 
 
-_BOTTLENECK_KEYS = ("bytes_sent", "communication", "backward", "exposed", "hides")
+_BOTTLENECK_KEYS = ("bytes_sent", "communication", "exposed", "step", "hides")
 
 
 def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
@@ -605,7 +593,9 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
         moved = ring_all_reduce_bytes(largest["params"] * largest["grad_bytes"], largest["ranks"])
         flops = 6 * row["params"] * row["tokens"] / row["compute"]
         bandwidth = moved / largest["communication"]
-        got = _ask_bottleneck(answer, row["params"], row["grad_bytes"], row["tokens"], row["ranks"], flops, bandwidth)
+        got = _ask_bottleneck(
+            answer, row["params"], row["grad_bytes"], row["tokens"], 1, row["ranks"], flops, bandwidth
+        )
         step = row["compute"] + float(got["communication"])  # a Decimal adds to no float
         errors.setdefault(row["params"], []).append(abs(step / row["after backward"] - 1))
     if (error := median(each for some in errors.values() for each in some)) > 0.35:
@@ -618,53 +608,186 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
     )
 
 
-# --- faults -------------------------------------------------------------------------------------------------
-
-_EVIDENCE = {
-    "healthy": "nothing is wrong with this run: replicas equal, samples distinct over ranks, a new order in every "
-    "epoch, and the gradient norm of one process",
-    "gradients summed instead of averaged": "the gradients were summed: compare the norm of the first step with one "
-    "process, which took the same samples from the same weights",
-    "replicas start from different weights": "the ranks hold different weights before the first step, and DDP never "
-    "compares them again",
-    "same data on every rank": "in each step all ranks take the same samples: collect the indices over ranks and "
-    "count the distinct ones",
-    "set_epoch is missing": "the order of the second epoch is that of the first: compare the indices of two epochs "
-    "on one rank",
-}
+# --- a job with something wrong -----------------------------------------------------------------------------
 
 
-@functools.cache
-def _train_runs(ranks: int, seed: int) -> tuple[dict[str, list[Chart]], Chart]:
-    """Train every faulty run on `ranks` ranks, and the healthy one in a single process too."""
-    names = {diagnosis(name): name for name in "ABCDE"}
-    long = {"timeout": 600}  # a busy machine is no mistake of the learner's
-    by_rank = run_ranks(_train_all, ranks, tuple(names.values()), seed, **long)
-    charts = {fault: [results[name] for results in by_rank] for fault, name in names.items()}
-    return charts, run_ranks(_train_all, 1, (names["healthy"],), seed, **long)[0][names["healthy"]]
+class StrangeJob:
+    """A job on four ranks that trains, and may have a fault; which, where and from when is drawn.
+
+    Attributes:
+        ranks: How many it runs on.
+        steps: How many it takes.
+    """
+
+    ranks, steps = 4, 6
+
+    def __init__(self, number: int):
+        self._number, dice = number, random.Random(number)
+        self._late = dice.choice([name for name, _ in self._module().named_parameters()])
+        self._from, self._odd = dice.randrange(1, self.steps - 1), dice.randrange(1, self.ranks)
+        self._case = number % 5  # 0 is healthy
+
+    def _module(self) -> nn.Module:
+        seeded = torch.Generator().manual_seed(self._number)
+        module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+        for p in module.parameters():
+            p.data.normal_(0, 0.5, generator=seeded)
+        return module
+
+    def batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the examples and targets that a rank takes in a step, as many on every rank."""
+        seeded = torch.Generator().manual_seed(1000 * self._number + 10 * step + rank)
+        x = torch.randn(8, 6, dtype=torch.float64, generator=seeded)
+        return x, (torch.sin(2 * x[:, :5]) + x[:, 1:])
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the mean loss of a batch."""
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def train(self, look: Callable[[int, nn.Module, tuple[Tensor, Tensor]], object] | None = None) -> list[float]:
+        """Train on this rank, and return its losses; all ranks must call it.
+
+        Args:
+            look: Called in every step as `look(step, module, batch)` with the bare module, whose `.grad` are what the optimizer
+                is about to step with. It may compute what it likes, collectives too.
+        """
+        rank, losses, module = dist.get_rank(), [], self._module()
+        groups = [dist.new_group(ranks) for ranks in self._halves()]
+        late = module.get_parameter(self._late).requires_grad_(False)
+        model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.3)
+        for step in range(self.steps):
+            if step == self._from:
+                late.requires_grad_()
+                model = DistributedDataParallel(module) if self._case in (0, 2) else model
+            batch = self.batch(step, rank)
+            loss = self.loss(model, batch)
+            loss.backward()
+            if step >= self._from:
+                self._averaged(late.grad, groups)
+            if look is not None:
+                look(step, module, batch)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def _halves(self) -> list[list[int]]:
+        return [[0, self._odd], [r for r in range(1, self.ranks) if r != self._odd]]
+
+    def _averaged(self, grad: Tensor, groups: list[dist.ProcessGroup]) -> None:
+        """Do with one parameter's gradient what the drawn program does, beside DDP."""
+        rank = dist.get_rank()
+        if self._case == 2:
+            dist.all_reduce(grad)
+        elif self._case == 3:
+            dist.all_reduce(grad.div_(2), group=groups[rank not in self._halves()[0]])
+        elif self._case == 4:
+            dist.all_reduce(grad.mul_((rank != self._odd) / self.ranks))
+
+    def alone(self) -> list[float]:
+        """Return the losses of one process that takes all examples; it needs no ranks."""
+        module, losses = self._module(), []
+        late = module.get_parameter(self._late).requires_grad_(False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+        for step in range(self.steps):
+            late.requires_grad_(step >= self._from)
+            loss = torch.stack([self.loss(module, self.batch(step, rank)) for rank in range(self.ranks)]).mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def _truth(self, rank: int) -> tuple[str, int, list[float]] | None:
+        n, half = self.ranks, next(half for half in self._halves() if rank in half)
+        rows = {
+            1: [float(r == rank) for r in range(n)],
+            2: [1.0] * n,
+            3: [(r in half) / 2 for r in range(n)],
+            4: [(r != self._odd) / n for r in range(n)],
+        }
+        return (self._late, self._from, rows[self._case]) if self._case else None
 
 
-def _train_all(names: tuple[str, ...], seed: int) -> dict[str, Chart]:
-    return {name: train_regression(name, seed=seed) for name in names}
+#: The cases in the order in which they are judged; 0 is healthy.
+_CASES = (1, 0, 2, 3, 4, 1)
+
+
+def _inspect(answer: Callable[[StrangeJob], object], jobs: list[int]) -> list[object]:
+    return [answer(StrangeJob(number)) for number in jobs]
 
 
 @check(
-    idea="A falling loss proves nothing; compare things that must be equal, or must differ.",
+    idea="Whatever has happened to a gradient on its way, it is made of the gradients that the ranks computed; these you can "
+    "compute again, each by itself.",
     section="Silent faults: runs that work and are wrong",
-    line="Compare first weights and first samples over ranks, the samples of two epochs on one rank, and the first "
-    "gradient norm with that of one process.",
+    line="In `look`, take the own gradients of all ranks for each parameter with torch.autograd.grad and all_gather, and solve "
+    "for the weights with which they make up `.grad`; all must be 1/n.",
+    kind="fault",
 )
-def diagnose(answer: Callable[[list[Chart], Chart], str]) -> str:
-    """Judge `diagnose(charts, alone)` on all five runs, with other ranks and seeds than the lab's."""
-    seen = 0
-    for ranks, seed in ((2, 11), (4, 12)):
-        charts, alone = _train_runs(ranks, seed)
-        for fault in sorted(charts, key=lambda name: (len(name) * seed) % 7):
-            said = answer(copy.deepcopy(charts[fault]), copy.deepcopy(alone))
-            said = said.strip() if isinstance(said, str) else said
-            if said not in DIAGNOSES:
-                raise Wrong(f"{said!r} is no diagnosis; answer one of {', '.join(DIAGNOSES)}.")
-            if said != fault:
-                raise Wrong(f"You say {said!r} on {ranks} ranks, but {_EVIDENCE[fault]}.")
-            seen += 1
-    return f"All {seen} runs diagnosed, on 2 and on 4 ranks."
+def find_fault(answer: Callable[[StrangeJob], object], seed: int = 2) -> str:
+    """Judge `find_fault(job)`, called on each of four ranks, on jobs drawn: what is wrong, where and from when, or nothing."""
+    dice = random.Random(seed)
+    jobs = [5 * dice.randrange(10**6) + case for case in _CASES]
+    for number, *got in zip(jobs, *on_ranks(_inspect, StrangeJob.ranks, answer, jobs), strict=True):
+        _judge_finding(StrangeJob(number), [_finding(each, StrangeJob.ranks) for each in got])
+    return (
+        f"{len(jobs)} jobs. In each, a parameter was frozen when DDP wrapped the model and unfrozen later, as fine-tuning does, "
+        "and DDP averages what trained when it wrapped. One wrapped again and was healthy; the others left it to each rank, "
+        "averaged it by hand among half of the ranks, or without one of them, or summed it once more."
+    )
+
+
+def _finding(got: object, ranks: int) -> tuple[str, int, list[float]] | None:
+    if got is None:
+        return None
+    otherwise = "Return a parameter's name, the first step and the weights, or None for a healthy job."
+    parts = by_name(got, "name", "step", "weights", otherwise=otherwise)
+    if not isinstance(parts["name"], str):
+        raise Wrong(otherwise)
+    row = [as_float(weight, "A weight") for weight in numbers(parts["weights"], "The weights")]
+    if len(row) != ranks:
+        raise Wrong(
+            f"The weights are {ranks} numbers: with which each rank's own gradient is in what this rank steps with."
+        )
+    return parts["name"], whole(parts["step"], "The first step"), row
+
+
+def _judge_finding(job: StrangeJob, got: list[tuple[str, int, list[float]] | None]) -> None:
+    n, truth = job.ranks, [job._truth(rank) for rank in range(job.ranks)]
+    if None in truth:
+        refuse("", (f"This job is healthy: {job._late} begins to train in step {job._from}, and every gradient is the mean of the "
+                    "ranks' own. What changes, or differs between ranks, is not wrong by that", any(got)))  # fmt: skip
+        return
+    name, step, _ = truth[0]
+    alike = job._case in (2, 4)
+    missed = [
+        ("It has a fault, and every replica holds the same weights: a comparison between ranks cannot see it. Set the gradient "
+         "beside the mean of what the ranks compute by themselves", alike and None in got),
+        ("It has a fault that a comparison of replicas shows: they part, in one parameter", None in got),
+    ]  # fmt: skip
+    refuse("", *missed)
+    found = [each for each in got if each is not None]
+    rows, right = [each[2] for each in found], [each[2] for each in truth if each is not None]
+
+    def same(one: list[list[float]], other: list[list[float]]) -> bool:
+        return all(abs(a - b) < 0.02 for row, o in zip(one, other, strict=True) for a, b in zip(row, o, strict=True))
+
+    if {each[:2] for each in found} == {(name, step)} and same(rows, right):
+        return
+    shown = [f"{weight:.3g}" for weight in right[0]]
+    refuse(
+        "",
+        ("The ranks name different parameters: exchange what each has seen before you decide", len({f[0] for f in found}) > 1),
+        (f"It is not {found[0][0]} that goes wrong: large or unequal gradients are none by that. Look for one parameter whose "
+         "gradient is not the mean of the ranks' own", found[0][0] != name),
+        (f"The parameter is right, and the first step is {step}: weights show a gradient's fault one step later",
+         found[0][1] > step),
+        ("The parameter is right, and the fault begins later: before, it was frozen and had no gradient at all",
+         found[0][1] < step),
+        ("Place and step are right. You give equal weights to all ranks, as the length of a gradient suggests; its direction says "
+         "whose are in it: write it as a sum of the ranks' own", all(max(row) - min(row) < 0.02 for row in rows)),
+        ("Place and step are right, and all ranks return the same weights, while each steps with another gradient: answer for the "
+         "rank that runs you", same(rows, [rows[0]] * n) and not same(right, [right[0]] * n)),
+        (f"Place and step are right. Rank 0 steps with the ranks' own gradients weighed {', '.join(shown)}", True),
+    )  # fmt: skip

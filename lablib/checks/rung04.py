@@ -1,19 +1,30 @@
-"""The checks of rung 04: two bubbles, micro-batches in flight, a 1F1B that runs, two that beat it, and what changed."""
+"""The checks of rung 04: a 1F1B that runs, one that beats it, a model cut and trained, a wrong action, and what changed.
+
+Two of them run an answer on real ranks. One hands out a model that nobody has cut yet, `uneven_model`, whose layers say how
+they were run; the other a pipeline that may do one action wrongly, `suspect`.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from lablib.calc.schedules import (
+    Action,
     Schedule,
     ScheduleError,
     Timeline,
-    interleaved,
     one_f_one_b,
     parse_schedule,
     peak_activations,
@@ -22,7 +33,10 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, recognize, refuse
+from lablib.checks.judging import Wrong, by_name, check, close, numbers, on_ranks, recognize, refuse
+from lablib.toys import transformer
+from lablib.toys.pipeline import PipelineExecutor, split_stages
+from lablib.toys.transformer import Transformer, tiny_config
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
 
@@ -38,201 +52,8 @@ def _rounded(got: object, truth: float, digits: Sequence[int] = (2, 3)) -> bool:
     return close(got, truth, rel=2e-3) or any(close(got, round(truth, digit)) for digit in digits)
 
 
-def _case(p: int, m: int, v: int = 1) -> str:
-    return f"p={p}, m={m}" + (f", v={v}" if v > 1 else "")
-
-
-# --- bubbles -----------------------------------------------------------------------------------------------
-
-#: What somebody may have meant, for (p, m, v), and the sentence for it; told only if all answers say so.
-BUBBLES = [
-    (lambda p, m, v: ((p - 1) / (v * m + p - 1), (p - 1) / (v * m)),
-     "The two names are exchanged: over ideal time is always the larger one"),
-    (lambda p, m, v: (100 * (p - 1) / (v * m), 100 * (p - 1) / (v * m + p - 1)),
-     "Those are percent: return shares, so that one is all of the time"),
-    (lambda p, m, v: (0, 0), "There is a bubble: the last rank waits until p - 1 forwards have come to it"),
-    (lambda p, m, v: ((p - 1) / (v * m),) * 2,
-     "The two bubbles are the same number: the ideal time leaves the idle time out, the total time has it in"),
-    (lambda p, m, v: ((p - 1) / (v * m + p - 1),) * 2,
-     "The two bubbles are the same number: the ideal time leaves the idle time out, the total time has it in"),
-    (lambda p, m, v: (p / (v * m), p / (v * m + p)),
-     "A micro-batch passes p - 1 boundaries, not p: one stage alone has no bubble"),
-    (lambda p, m, v: ((p - 1) / m, (p - 1) / (m + p - 1)),
-     "Interleaving is left out: a stage of 1/v of the layers fills the pipeline in 1/v of the time"),
-    (lambda p, m, v: ((p - 1) / (v * m), (p - 1) / (m + p - 1) / v),
-     "Divide the idle time by v, not its share: the total time gets shorter with it"),
-    (lambda p, m, v: (v * (p - 1) / m, v * (p - 1) / (m + v * (p - 1))),
-     "More stages on a rank make the bubble smaller, not larger"),
-    (lambda p, m, v: ((p * v - 1) / (v * m), (p * v - 1) / (v * m + p * v - 1)),
-     "The first stage of the last rank is p - 1 stages behind the first, however many stages come after it"),
-    (lambda p, m, v: (2 * (p - 1) / (v * m), 2 * (p - 1) / (v * m + 2 * (p - 1))),
-     "Counted twice: filling takes p - 1 forwards and draining p - 1 backwards, together p - 1 times F + B"),
-    (lambda p, m, v: (p * (p - 1) / (v * m), p * (p - 1) / (v * m + p - 1)),
-     "That is the idle time of all ranks over the time of one"),
-    (lambda p, m, v: (p - 1, (p - 1) / p),
-     "That is the naive schedule, with one micro-batch in it at a time: m of them share one wait"),
-    (lambda p, m, v: ((p - 1) / (v * m), v * m / (v * m + p - 1)),
-     "The second is the utilization: the bubble is what is left of the total time"),
-]  # fmt: skip
-
-
-@check(
-    idea="Count how long the last rank waits for its first input and after its last one, then divide by two times.",
-    section="GPipe: the bubble, derived",
-    line="Divide the same idle time, p - 1 slots of a stage, once by the work of a rank and once by work plus idle time.",
-)
-def bubbles(answer: Callable[[int, int, int], Mapping[str, float]], seed: int = 4) -> str:
-    """Judge `bubbles(p, m, v)`: GPipe and 1F1B where v is 1, interleaved 1F1B where it is more."""
-    answers, wrong = {}, []
-    for (p, m, v), truth in _timed(seed):
-        got = by_name(answer(p, m, v), "over_ideal", "over_total")
-        answers[p, m, v] = got["over_ideal"], got["over_total"]
-        right = [close(got["over_ideal"], truth.bubble_over_ideal), close(got["over_total"], truth.bubble_over_total)]
-        if not all(right):
-            wrong.append((p * m * v, (p, m, v), right, truth))
-    if wrong:
-        _, case, right, truth = min(wrong, key=lambda entry: entry[0])
-        _say_bubbles(answers, case, [row[2] for row in wrong], truth)
-    return "4 stages, 16 micro-batches: 18.8 % of the ideal time, 15.8 % of the total time."
-
-
-@functools.lru_cache(maxsize=4)
-def _timed(seed: int) -> list[tuple[tuple[int, int, int], Timeline]]:
-    """Return cases with what the simulator shows, which no formula may miss, whatever the times of F and B."""
-    dice = random.Random(seed)
-    cases = [(4, 16, 1), (4, 8, 1), (4, 8, 2), (4, 32, 1), (5, 15, 3)]
-    for _ in range(15):
-        p, v = dice.randint(2, 8), dice.randint(1, 4)
-        cases.append((p, p * dice.randint(1, 5), v))
-    return [
-        ((p, m, v), simulate(interleaved(p, m, v), forward=dice.uniform(0.5, 2), backward=dice.uniform(1, 4)))
-        for p, m, v in cases
-    ]
-
-
-def _say_bubbles(answers: Mapping, case: tuple, right: Sequence, truth: Timeline) -> NoReturn:
-    ideal, total = answers[case]
-    rows = [(sentence, all(all(map(_same, got, meant(*each))) for each, got in answers.items()))
-            for meant, sentence in BUBBLES]  # fmt: skip
-    rounded = _rounded(ideal, truth.bubble_over_ideal) and _rounded(total, truth.bubble_over_total)
-    refuse(
-        _case(*case),
-        *rows,
-        ("Right but for rounding: return the numbers as they are", rounded),
-        (
-            "Over ideal time is right. The total time is the ideal time and the idle time together",
-            all(r[0] for r in right),
-        ),
-        ("Over total time is right. Divide the same idle time by m (F + B) alone", all(r[1] for r in right)),
-    )
-    raise Wrong(
-        f"I do not know this mistake. The smallest case that fails is {_case(*case)}: a rank works {truth.busy[0]:.4g} and "
-        f"idles {truth.idle[0]:.4g}, and you have {float(ideal):.4g} and {float(total):.4g}."
-    )
-
-
-def _same(mine: object, meant: float) -> bool:
-    return close(mine, meant) or (meant == 0 and close(float(mine) + 1, 1))  # type: ignore[arg-type]
-
-
-# --- in flight ---------------------------------------------------------------------------------------------
-
-
-def _interleaved(p: int, m: int, v: int, per_hop: int = 2, last: int = 1) -> list[float]:
-    return [min(m * v, per_hop * (p - 1 - i) + p * (v - 1) + last) / v for i in range(p)]
-
-
-#: The same for the micro-batches that ranks hold, by the name of the schedule.
-HELD = {
-    "naive": [
-        (lambda p, m, v: [1] + [0] * (p - 1), "The micro-batch comes to every rank, which holds it until its own backward"),
-        (lambda p, m, v: [m] * p, "The naive schedule finishes a micro-batch before it starts the next"),
-        (lambda p, m, v: [p - i for i in range(p)], "The naive schedule finishes a micro-batch before it starts the next"),
-    ],
-    "gpipe": [
-        (lambda p, m, v: [min(m, p - i) for i in range(p)],
-         "That is 1F1B; GPipe runs every forward before the first backward, so every rank holds all m"),
-        (lambda p, m, v: [min(m, p)] * p, "GPipe runs every forward before the first backward, so every rank holds all m"),
-    ],
-    "1f1b": [
-        (lambda p, m, v: [min(m, p)] * p,
-         "Only rank 0 holds min(m, p): every rank behind it gets its first backward two slots sooner, and holds one less"),
-        (lambda p, m, v: [min(m, i + 1) for i in range(p)],
-         "The ranks are turned round: rank 0 starts first and gets its first backward last, so it holds most"),
-        (lambda p, m, v: [p - i for i in range(p)], "A rank cannot hold more micro-batches than the step has"),
-        (lambda p, m, v: [min(m, p - 1 - i) for i in range(p)],
-         "Those are the warm-up forwards; one more is at work when the first backward comes"),
-        (lambda p, m, v: [m] * p, "That is GPipe; 1F1B starts a backward as soon as there is one"),
-    ],
-    "interleaved": [
-        (lambda p, m, v: [min(m, p - i) for i in range(p)],
-         "That is plain 1F1B. Interleaving runs more forwards before the first backward, and holds more"),
-        (lambda p, m, v: [v * held for held in _interleaved(p, m, v)],
-         "Those are stages; one of the v stages of a rank counts 1/v"),
-        (lambda p, m, v: [p * (1 + (p - 1) / (p * v)) - i for i in range(p)],
-         "Rank 0 is right. Behind it the warm-up is two stages shorter from rank to rank, and a stage counts 1/v"),
-        (lambda p, m, v: [p * (1 + (p - 1) / (p * v))] * p,
-         "Rank 0 is right, and it is the fullest: the warm-up gets two stages shorter from rank to rank"),
-        (lambda p, m, v: _interleaved(p, m, v, last=0),
-         "Those are the warm-up forwards; one more is at work when the first backward comes"),
-        (lambda p, m, v: _interleaved(p, m, v, per_hop=1),
-         "The warm-up has two forwards for every rank behind this one, one for the way down and one for the way back"),
-        (lambda p, m, v: [(2 * (p - 1 - i) + p * (v - 1) + 1) / v for i in range(p)],
-         "A rank cannot hold more micro-batches than the step has"),
-    ],
-}  # fmt: skip
-
-
-@check(
-    idea="A rank holds what has had its forward and not yet its backward; the count is highest before its first backward.",
-    section="1F1B: GPipe's bubble with less memory",
-    line="Count the forwards in front of the first backward, limit them to what the step has, and divide stages by v.",
-)
-def in_flight(answer: Callable[[str, int, int, int], Sequence[float]], seed: int = 4) -> str:
-    """Judge `in_flight(name, p, m, v)`: the most micro-batches that each rank holds."""
-    dice = random.Random(seed)
-    cases = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("interleaved", 4, 8, 2), ("naive", 4, 8, 1)]
-    for _ in range(20):
-        p, v = dice.randint(2, 7), dice.randint(2, 4)
-        cases += [("gpipe", p, dice.randint(1, 12), 1), ("1f1b", p, dice.randint(1, 12), 1)]
-        cases.append(("interleaved", p, p * dice.randint(1, 4), v))
-    answers, wrong = {}, []
-    for name, p, m, v in cases:
-        truth = _most_held(name, p, m, v)
-        got = numbers(_by_rank(answer(name, p, m, v)), "What the ranks hold")
-        if len(got) != p:
-            raise Wrong(f"Return one number for each of the {p} ranks ({name}, {_case(p, m, v)}).")
-        answers[name, p, m, v] = got
-        if not all(map(_same, got, truth)):
-            wrong.append((p * m * v, (name, p, m, v), truth))
-    if wrong:
-        _say_in_flight(answers, *min(wrong, key=lambda entry: entry[0])[1:])
-    return f"{len(cases)} pipelines; with v stages on a rank, one of them counts 1/v."
-
-
-@functools.cache
-def _most_held(name: str, p: int, m: int, v: int) -> Sequence[float]:
-    return peak_activations(schedule(name, p, m, v))
-
-
-def _say_in_flight(answers: Mapping, case: tuple, truth: Sequence[float]) -> NoReturn:
-    name, (got, shape) = case[0], (answers[case], case[1:])
-    where = f"{name}, {_case(*shape)}"
-    alike = {each[1:]: held for each, held in answers.items() if each[0] == name}
-    rank = next(i for i in range(len(truth)) if not _same(got[i], truth[i]))
-    rows = [(sentence, all(all(map(_same, held, meant(*each))) for each, held in alike.items()))
-            for meant, sentence in HELD[name]]  # fmt: skip
-    refuse(
-        where,
-        *rows,
-        (f"A rank holds more micro-batches than the step has: rank {rank} {float(got[rank]):g}", float(got[rank]) > shape[1]),
-        ("Right but for rounding: return the numbers as they are",
-         all(_rounded(mine, held, digits=(0, 1, 2, 3)) for mine, held in zip(got, truth, strict=True))),
-    )  # fmt: skip
-    raise Wrong(
-        f"I do not know this mistake. The smallest case that fails is {where}: rank {rank} holds {truth[rank]:.5g}, "
-        f"and you have {float(got[rank]):.5g}."
-    )
+def _case(p: int, m: int) -> str:
+    return f"p={p}, m={m}"
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
@@ -338,7 +159,7 @@ def _judge_1f1b(answer: object, p: int, m: int) -> None:
 @check(
     idea="The rank before you waits only for the gradient of your input, which is half of your backward.",
     section="Zero bubble: the backward in two halves",
-    line="Write I and then W where 1F1B has B.",
+    line="Write I and then W where 1F1B has B; for ZB-H1 let the W of a micro-batch follow the I of the one i later on rank i.",
 )
 def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
@@ -351,31 +172,12 @@ def beat_1f1b(answer: Callable[[int, int], object]) -> str:
                 f"have its gradient first, and do your weights after it ({_case(p, m)})."
             )
         if (p, m) == (4, 8):
-            score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B."
-    return score
-
-
-@check(
-    idea="The late ranks hold least and wait longest at the end: keep some of their weight halves for that wait.",
-    section="Zero bubble: the backward in two halves",
-    line="On rank i let the W of a micro-batch follow the I of the one that comes i later, and append the W that are left.",
-)
-def match_zb_h1(answer: Callable[[int, int], object]) -> str:
-    """Judge `match_zb_h1(p, m)`: no longer than ZB-H1 where F, I and W take 1 each, and at most p held on any rank."""
-    score = ""
-    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (4, 16)):
-        mine, best = _within_memory(answer(p, m), p, m), simulate(zb_h1(p, m), **UNIT)
-        if mine.makespan > best.makespan + 1e-9:
-            split = simulate(one_f_one_b(p, m), **UNIT).makespan - (p - 1)
-            why = (
-                "the gradients travel at the pace of I, and every W is done at once; the last ranks then wait at the end"
-                if close(mine.makespan, split)
-                else "some rank waits while it has weight halves to do, or does one while another rank waits for its I"
-            )
-            raise Wrong(f"It takes {mine.makespan:g} and ZB-H1 {best.makespan:g}: {why} ({_case(p, m)}).")
-        if (p, m) == (4, 8):
-            better = ", which is less" if mine.makespan < best.makespan else ""
-            score = f"p=4, m=8: {mine.makespan:g}, where ZB-H1 takes {best.makespan:g}{better}."
+            best = simulate(zb_h1(p, m), **UNIT).makespan
+            more = "" if mine.makespan <= best else (
+                ". There is less to wait: the last ranks hold least and wait longest at the end, so keep some of their "
+                "weight halves for that wait"
+            )  # fmt: skip
+            score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B and {best:g} of ZB-H1{more}."
     return score
 
 
@@ -388,6 +190,385 @@ def _within_memory(answer: object, p: int, m: int) -> Timeline:
             f"from F until W and 1F1B at most {p}: time was bought with memory ({_case(p, m)})."
         )
     return mine
+
+
+# --- a model, cut and trained ------------------------------------------------------------------------------
+
+_HIDDEN, _WORDS, _SEQ = 8, 24, 6
+
+
+class Layer(nn.Module):
+    """An MLP that remembers how it was run.
+
+    Attributes:
+        rows: Sequences of the largest forward; 0 if it has not run.
+        most: Most forwards whose backward was still to come.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_HIDDEN), nn.Linear(_HIDDEN, width), nn.Linear(width, _HIDDEN)
+        self.rows = self.most = 0
+        self._held: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream with what this layer adds."""
+        call = _Call()  # lives as long as autograd keeps a tensor of this forward
+        self._held.add(call)
+        self.rows, self.most = max(self.rows, len(x)), max(self.most, len(self._held))
+        with saved_tensors_hooks(lambda tensor: (call, tensor), lambda kept: kept[1]):
+            return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class _Call:
+    pass
+
+
+class UnevenModel(nn.Module):
+    """Layers of unequal width; a tied head has the words' matrix."""
+
+    def __init__(self, widths: Sequence[int], tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, _HIDDEN)
+        self.places = nn.Parameter(torch.randn(_SEQ, _HIDDEN) / 2)
+        self.layers = nn.ModuleList(Layer(width) for width in widths)
+        self.norm = nn.LayerNorm(_HIDDEN)
+        self.head = nn.Linear(_HIDDEN, _WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, (batch, seq, words)."""
+        x = self.words(tokens) + self.places[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def uneven_model(seed: int, p: int = 3) -> tuple[UnevenModel, dict]:
+    """Return a model, tied if `seed` is even, and the forward times of its parts, for which equal cuts are bad on p ranks.
+
+    Returns:
+        The model; {"words": ms, "layers": [ms, ...], "head": ms}.
+    """
+    dice = random.Random(seed)
+    while True:
+        layers = [dice.choice((1, 2, 2, 3, 5, 6)) for _ in range(dice.randint(7, 9))]
+        times = {"words": dice.choice((1, 2, 3)), "layers": layers, "head": dice.choice((4, 5, 7))}
+        cuts = _cuts(times, p)
+        best, *others = (_longest(times, sizes) for sizes in cuts)
+        if min(others) > 1.1 * best and cuts[1] != cuts[2]:
+            torch.manual_seed(seed)
+            return UnevenModel([4 * each for each in layers], tied=seed % 2 == 0), times
+
+
+def _cuts(times: Mapping, p: int) -> list[list[int]]:
+    """Return the numbers of layers of p stages: the best, equal ones, and the luckiest of those that forget the head."""
+    count = len(times["layers"])
+    cuts = itertools.combinations(range(1, count), p - 1)
+    every = [[b - a for a, b in itertools.pairwise((0, *cut, count))] for cut in cuts]
+    best, no_head = (
+        min(every, key=lambda sizes: (_longest(times | told, sizes), _longest(times, sizes)))
+        for told in ({}, {"head": 0})
+    )
+    return [best, [(r + 1) * count // p - r * count // p for r in range(p)], no_head]
+
+
+def _longest(times: Mapping, sizes: Sequence[int]) -> float:
+    layers, stages = iter(times["layers"]), []
+    for size in sizes:
+        stages.append(sum(itertools.islice(layers, size)))
+    stages[0] += times["words"]
+    stages[-1] += times["head"]
+    return max(stages)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of all tokens."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _batch(seed: int, m: int) -> tuple[Tensor, Tensor]:
+    windows = torch.randint(_WORDS, (2 * m, _SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@check(
+    idea="A stage is some of the model's own modules, each of which runs on one rank; the slowest stage sets the pace.",
+    section="torch.distributed.pipelining: the same schedules in PyTorch",
+    line="Count the words into the first stage and the head into the last, try all cuts, hand the stage to PipelineStage and "
+    "Schedule1F1B, and sum the gradients of a tied weight over the two ends.",
+    kind="work",
+)
+def train_in_stages(answer: Callable[..., object]) -> str:
+    """Judge `train_in_stages(model, times, tokens, targets, m, loss)`: one step of 1F1B on three ranks, beside one process."""
+    cases, p = [(6, 4), (7, 6), (8, 5)], 3
+    by_rank, longest = on_ranks(_train, p, answer, cases), []
+    for (seed, m), runs in zip(cases, zip(*by_rank, strict=True), strict=True):
+        ran, gradients, losses = zip(*runs, strict=True)
+        times = uneven_model(seed, p)[1]
+        longest.append(_judge_cut(ran, times, m))
+        _judge_gradients(ran, gradients, losses[-1], seed, m)
+    told = ", ".join(f"{mine:g} ms for {best:g}" for mine, best in longest)
+    return f"Gradients of one process from three ranks, for models that nobody had cut; the longest stage takes {told}."
+
+
+def _train(answer: Callable[..., object], cases: Sequence) -> list[tuple]:
+    """Return for each case what a rank ran of each layer, its gradients, and its loss."""
+    found = []
+    for seed, m in cases:
+        model, times = uneven_model(seed, dist.get_world_size())
+        loss = answer(model, times, *_batch(seed, m), m, mean_loss)
+        ran = {k: (layer.rows, layer.most) for k, layer in enumerate(model.layers) if layer.rows}
+        try:
+            loss = float(loss)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):  # None, or several
+            loss = None
+        found.append((ran, {name: w.grad for name, w in model.named_parameters() if w.grad is not None}, loss))
+    return found
+
+
+def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int) -> tuple[float, float]:
+    """Return the longest stage and the best one, if every layer ran on one rank, by micro-batches, as in 1F1B."""
+    p, count = len(ran), len(times["layers"])
+    where, homes = f"{p} ranks, m={m}", [[rank for rank in range(p) if k in ran[rank]] for k in range(count)]
+    most = max((most for layers in ran for _, most in layers.values()), default=0)
+    largest = max((rows for layers in ran for rows, _ in layers.values()), default=0)
+    shared = max(range(count), key=lambda k: len(homes[k]))
+    lost = min(range(count), key=lambda k: len(homes[k]))
+    refuse(
+        where,
+        (f"Layer {lost} of `model` runs on no rank: a stage takes the model's own modules, and copies would be trained in their "
+         "place", not homes[lost]),
+        (f"Layer {shared} runs on {len(homes[shared])} ranks: in a pipeline a layer lives on one rank, and the next rank gets "
+         "what it computed as a message", len(homes[shared]) > 1),
+        (f"A rank computes {largest} sequences at once, and a micro-batch has 2: in larger pieces the stages wait for each "
+         "other longer", largest > 2),
+        ("One micro-batch is finished before the next begins, so one rank works at a time", most == 1),
+        (f"A rank holds {most} micro-batches, and 1F1B at most {p}: go backward as soon as there is a gradient", most > p),
+    )  # fmt: skip
+    sizes, (best, equal, no_head) = [len(layers) for layers in ran], _cuts(times, p)
+    mine, right = _longest(times, sizes), _longest(times, best)
+    told = f"Stages of {', '.join(map(str, sizes))} layers take {mine:g} ms at most, and {right:g} can be had"
+    refuse(
+        where,
+        (f"{told}: equal numbers of layers are not equal times", (late := mine > 1.05 * right) and sizes == equal),
+        (f"{told}: the head is work of the last stage, and the words are of the first",
+         late and _longest(times | {"head": 0}, sizes) == _longest(times | {"head": 0}, no_head)),
+        (f"{told}: every rank waits for the slowest stage in every round", late),
+    )  # fmt: skip
+    return mine, right
+
+
+def _judge_gradients(
+    ran: Sequence[Mapping], gradients: Sequence[Mapping], loss: float | None, seed: int, m: int
+) -> None:
+    right, halves, right_loss = _alone(seed, m)
+    p, where = len(ran), f"{len(ran)} ranks, m={m}"
+    for name, whole in right.items():
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+        tied = name in halves
+        homes = (0, p - 1) if tied else [next(r for r in range(p) if layer in ran[r])] if layer is not None else [
+            0 if name in ("words.weight", "places") else p - 1]  # fmt: skip
+        for rank in homes:
+            mine = gradients[rank].get(name)
+            if mine is None:
+                raise Wrong(f"`{name}` has no gradient on rank {rank}, whose stage needs it: a stage takes the model's own modules "
+                            f"and parameters, and neither leaves one out nor copies it ({where}).")  # fmt: skip
+            refuse(
+                where,
+                (f"The one matrix of words and head has half of its gradient on rank {rank}: each end of the pipeline has a "
+                 "copy, and without the sum of both they drift apart", tied and any(_alike(mine, h) for h in halves[name])),
+                ("The copies of the tied matrix get the sum of both ends, not their mean", tied and _alike(2 * mine, whole)),
+                (f"The gradients of rank {rank} are divided by m twice: PyTorch's schedule divides them already, and its loss "
+                 "is the mean over a micro-batch", _alike(m * mine, whole)),
+                (f"The gradients of rank {rank} are sums over the micro-batches, and the step needs their mean",
+                 _alike(mine / m, whole)),
+                (f"`{name}` on rank {rank} has another gradient than in one process", not _alike(mine, whole)),
+            )  # fmt: skip
+    refuse(
+        where,
+        ("The last rank knows the losses of the micro-batches: return their mean there", loss is None),
+        ("That is the sum of the losses of the micro-batches; return their mean", lambda: close(loss, m * right_loss, rel=1e-4)),
+        ("The loss is not that of one process", lambda: not close(loss, right_loss, rel=1e-4)),
+    )  # fmt: skip
+
+
+def _alone(seed: int, m: int) -> tuple[dict, dict, float]:
+    """Return one process's gradients, the halves of those that are tied, and the loss."""
+    model, _ = uneven_model(seed)
+    tied = model.head.weight is model.words.weight
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    tokens_BS, targets_BS = _batch(seed, m)
+    loss = mean_loss(model(tokens_BS), targets_BS)
+    loss.backward()
+    right = {name: weight.grad for name, weight in model.named_parameters()}
+    halves = {"words.weight": (right["words.weight"], right.pop("head.weight"))} if tied else {}
+    return right | {name: sum(both) for name, both in halves.items()}, halves, loss.item()
+
+
+def _alike(mine: Tensor, right: Tensor) -> bool:
+    """Say whether two gradients agree but for the rounding of fp32 sums in another order."""
+    return bool((mine - right).abs().max() <= 1e-4 * right.abs().max())
+
+
+# --- an action that goes wrong -----------------------------------------------------------------------------
+
+
+class _Slipping(PipelineExecutor):
+    """A pipeline, one action of which reads or adds something else than it should.
+
+    Attributes:
+        slips: How the action `where` goes wrong, a key of `SLIPS`.
+    """
+
+    slips, where = "", Action("F", 0, 0)
+
+    def _run(self, action: Action, message: Tensor | None) -> Tensor | None:
+        k, batch, before = action.microbatch, self.microbatches, None
+        if self.slips and action == self.where:
+            before = [None if weight.grad is None else weight.grad.clone() for weight in self.parameters()]
+            if self.slips == "target" or (self.slips == "reads" and message is None):
+                self.microbatches = [*batch[:k], batch[k - 1], *batch[k + 1 :]]
+            elif self.slips == "reads":
+                message = self.earlier
+        elif message is not None and action.kind == self.where.kind:
+            self.earlier = message.detach().clone()
+        result = super()._run(action, message)
+        self.microbatches = batch
+        if before and self.slips == "adds":
+            for weight, grad in zip(self.parameters(), before, strict=True):
+                weight.grad = grad
+        return result
+
+
+#: What a pipeline that slips does, for the reveal.
+SLIPS = {
+    "": "every action does what it should",
+    "reads": "{0} reads what was meant for micro-batch {1}",
+    "target": "{0} has the targets of micro-batch {1}",
+    "adds": "{0} adds nothing to the weights of its stage",
+}
+
+
+class Suspect:
+    """This rank's part of a pipeline of one stage a rank, which may do one action of every step wrongly.
+
+    Attributes:
+        model: The whole model, with the weights that the stages have, for one process.
+        stage: The module of this rank's stage, from `split_stages`.
+        microbatches: What `step` trains on, windows_BT, the same on every rank.
+    """
+
+    def __init__(self, seed: int, p: int, m: int) -> None:
+        dice, torch_dice = random.Random(seed), torch.Generator().manual_seed(seed)
+        slips, kind = (("reads", "F"), ("adds", "B"), ("", "F"), ("target", "F"), ("reads", "B"), ("adds", "B"))[
+            seed % 6
+        ]
+        # The gradient that the last stage starts from is no message, so it reads no other one.
+        stage = p - 1 if slips == "target" else dice.randrange(p - ((slips, kind) == ("reads", "B")))
+        torch.manual_seed(seed)
+        whole = Transformer(tiny_config("gpt2", num_layers=p, hidden=16, tied=False))
+        self.model = copy.deepcopy(whole)
+        self.microbatches = [torch.randint(whole.config.vocab, (1, 9), generator=torch_dice) for _ in range(m)]
+        self._pipeline = _Slipping(split_stages(whole, p), one_f_one_b(p, m))
+        self._pipeline.slips, self._pipeline.where = slips, Action(kind, stage, dice.randrange(1, m))
+        self.stage = self._pipeline.stages[dist.get_rank()]
+
+    def step(self) -> list[float]:
+        """Run one step, leave its gradients in `stage`, and return the micro-batches' losses on the last rank, [] elsewhere."""
+        self.stage.zero_grad()
+        self._pipeline.step(self.microbatches)
+        return [len(self.microbatches) * loss.item() for loss in self._pipeline.losses]
+
+    def alone(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what every action reads in one process, and what every backward adds to its stage's weights, flat.
+
+        Keys are actions, as in "2F5". A backward reads the gradient of its stage's output, the last one that of the logits.
+        """
+        stages, reads, adds = split_stages(self.model, len(self._pipeline.schedule.ranks)), {}, {}
+        for k, windows_BT in enumerate(self.microbatches):
+            x = windows_BT[:, :-1]
+            for number, stage in enumerate(stages):
+                reads[f"{number}F{k}"] = x.detach()
+                reads[f"{number}B{k}"] = x = stage(x)
+                x.retain_grad()
+            self.model.zero_grad()
+            (transformer.loss(x, windows_BT) * (1 / len(self.microbatches))).backward()
+            for number, stage in enumerate(stages):
+                reads[f"{number}B{k}"] = reads[f"{number}B{k}"].grad
+                adds[f"{number}B{k}"] = torch.cat([weight.grad.flatten() for weight in stage.parameters()])
+        return reads, adds
+
+    def reveal(self) -> str:
+        """Return what this pipeline does wrongly, for whoever has found it."""
+        where = self._pipeline.where
+        return SLIPS[self._pipeline.slips].format(where, where.microbatch - 1) + "."
+
+
+def suspect(seed: int, m: int = 6) -> Suspect:
+    """Return this rank's part of a pipeline over all ranks; call it on each of them."""
+    return Suspect(seed, dist.get_world_size(), m)
+
+
+@check(
+    idea="What goes wrong is handed on, so compare what every action reads and adds with one process, and ask which was first.",
+    section="Stage boundaries: messages, balance, tied weights",
+    line="Note with hooks what each forward and each backward of the stage reads, gather what differs, take the lowest stage of "
+    "forwards, else the highest of backwards, else the micro-batch whose gradient a stage's weights lack.",
+    kind="fault",
+)
+def find_wrong_action(answer: Callable[[Suspect], object]) -> str:
+    """Judge `find_wrong_action(pipeline)`, called on each of four ranks: the first wrong action, None in a healthy pipeline."""
+    seeds, p, m = range(30, 36), 4, 5
+    by_rank = on_ranks(_search, p, answer, seeds, m)
+    for found in zip(*by_rank, strict=True):
+        _judge_found({said for said, _ in found if said}, found[0][1], p)
+    return (
+        f"{len(seeds)} pipelines. You meet them as a buffer that is written again before its message was read, as a gradient that "
+        "is cleared or skipped between two micro-batches, and as two data loaders, one at each end, that are out of step."
+    )
+
+
+def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -> list[tuple[str, str]]:
+    found = []
+    for seed in seeds:
+        pipeline = suspect(seed, m)
+        said = answer(pipeline)
+        said = "" if said in (None, "None") else "".join(map(str, said)) if type(said) in (list, tuple) else str(said)
+        found.append((said.strip().upper(), str(pipeline._pipeline.where) if pipeline._pipeline.slips else ""))
+    return found
+
+
+def _judge_found(said: set[str], truth: str, p: int) -> None:
+    if said == ({truth} if truth else set()):
+        return
+    refuse(
+        "",
+        (f"Two ranks name two actions, {' and '.join(sorted(said)[:2])}: what goes wrong on one is handed to its neighbours, so "
+         "the ranks have to compare what they saw", len(said) > 1),
+        ("You name an action of a healthy pipeline: fp32 sums in another order differ in the last digits", not truth),
+    )  # fmt: skip
+    if not said:
+        raise Wrong(
+            f"You find nothing where {truth} goes wrong. A loss says nothing of the backwards of its step, and what a stage "
+            "reads nothing of what it adds to its weights: look at all three."
+        )
+    (mine,) = said
+    found = re.fullmatch(r"(\d+)([FB])(\d+)", mine)
+    if not found:
+        raise Wrong(f"Return an action, such as '2F5', or None; {mine[:40]!r} is none.")
+    stage, kind, k = int(found[1]), found[2], int(found[3])
+    right = Action(truth[1], int(truth[0]), int(truth[2:]))
+    refuse(
+        "",
+        (f"Micro-batch {k} is not the one that goes wrong; {right.microbatch} is", k != right.microbatch),
+        (f"{mine} follows from an earlier mistake: the loss belongs to the last stage's forward, and the gradient at the logits "
+         "is wrong because of it", (kind, stage, right.kind, right.stage) == ("B", p - 1, "F", p - 1)),
+        (f"{mine} did what it should: the value that its neighbour read is not the one that it computed, so the neighbour's "
+         "action is the first wrong one", kind == right.kind and stage == right.stage + (-1 if kind == "F" else 1)),
+        (f"{mine} is not the first wrong action: a wrong value is handed on, forward down the pipeline and backward up", True),
+    )  # fmt: skip
 
 
 # --- Done when ---------------------------------------------------------------------------------------------

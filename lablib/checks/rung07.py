@@ -1,18 +1,30 @@
-"""The checks of rung 07: coordinates, a sketch by its groups, what each group sends, and three clusters to plan."""
+"""The checks of rung 07: a sketch by its groups, the mesh of a job, a fault on ranks, and three clusters to plan.
+
+The mesh and the fault are judged on eight real ranks. `Job` may have a fault: it is for the lab.
+"""
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 from collections.abc import Callable, Mapping
-from itertools import pairwise, product
-from typing import NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn
 
-from lablib.calc.communication import ring_all_reduce_bytes
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from lablib.calc.layouts import CASES, Mesh, Score, plan_case, score
 from lablib.calc.layouts.planner import APART, PART_NAMES, Layout
-from lablib.checks.judging import Wrong, check, chosen, close, close_bytes, numbers, refuse, some, whole
+from lablib.checks.judging import Wrong, by_name, check, chosen, close, numbers, on_ranks, pair, refuse, some, whole
+from lablib.launch.ranks import rank_mesh
+from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
 
-__all__ = ["coordinates", "group_traffic", "plan_cluster", "sketch"]
+__all__ = ["Job", "build_mesh", "find_fault", "plan_cluster", "sketch"]
 
 Sizes = dict[str, int]
 
@@ -44,48 +56,6 @@ def _of(answer: Callable[..., object], *given: object, sizes: Sizes) -> object:
                 f"`sizes` has the axes of this mesh only, here {', '.join(sizes)}: go through its keys."
             ) from None
         raise
-
-
-# --- coordinates --------------------------------------------------------------------------------------------
-
-
-@check(
-    idea="A rank's number is written in digits, one for each axis, and the first axis is the digit that changes fastest.",
-    section="Device mesh: eight GPUs by hand",
-    line="Take the remainder of the rank by the first size as its coordinate, and go on with the quotient for the next axis.",
-)
-def coordinates(answer: Callable[[int, Sizes], Mapping[str, int]], seed: int = 7) -> str:
-    """Judge `coordinates(rank, sizes)`: the eight ranks of the sketch, and meshes with odd sizes in any order."""
-    dice = random.Random(seed)
-    cases = [{"tp": 2, "dp": 2, "pp": 2}, {"tp": 2, "dp": 3, "pp": 4}, {"tp": 8, "cp": 2, "pp": 2, "dp": 2}]
-    cases += [_draw(dice) for _ in range(12)]
-    for sizes in cases:
-        found = _mesh(sizes)
-        for rank in sorted(dice.sample(range(found.ranks), min(found.ranks, 24))):
-            _judge_coordinates(_of(answer, rank, dict(sizes), sizes=sizes), found.coordinates(rank), rank, sizes)
-    return f"{len(cases)} meshes, sizes that are no powers of two among them."
-
-
-def _judge_coordinates(given: object, right: Sizes, rank: int, sizes: Sizes) -> None:
-    case = f"rank {rank} of {_shown(sizes)}"
-    if not isinstance(given, Mapping) or set(given) != set(sizes):
-        raise Wrong(f"Return a dictionary with the keys {', '.join(sizes)}.")
-    got = {axis: whole(at, f"The coordinate {axis} of {case}") for axis, at in given.items()}
-    if got == right:
-        return
-    off = [(axis, at, sizes[axis]) for axis, at in got.items() if not 0 <= at < sizes[axis]]
-    first = next((axis for axis in sizes if sizes[axis] > 1), "")
-    wrong = next(axis for axis in sizes if got[axis] != right[axis])
-    refuse(
-        case,
-        ("Positions on an axis are counted from 0, as ranks are", all(got[axis] == right[axis] + 1 for axis in sizes)),
-        (lambda: "{}={} is not on an axis of {}: positions go from 0 to {} and start over, which is what the remainder is "
-         "for".format(*off[0], off[0][2] - 1), off),
-        (f"The order is reversed: {first} comes first, so it changes from each rank to the next",
-         got == _mesh(dict(reversed(sizes.items()))).coordinates(rank)),
-        (f"{wrong} is {right[wrong]}, not {got[wrong]}: neighbours along an axis are as far apart as the product of all sizes "
-         "before it", True),
-    )  # fmt: skip
 
 
 # --- the sketch ---------------------------------------------------------------------------------------------
@@ -158,131 +128,332 @@ def _explain_crossing(axis: str, found: Mesh, case: str) -> NoReturn:
     raise Wrong(f"{look}: ranks {a} and {b} are in one group and in two nodes ({case}).")
 
 
-# --- what each group sends ----------------------------------------------------------------------------------
+# --- the mesh of a job --------------------------------------------------------------------------------------
+
+#: pp, dp_replicate, dp_shard, cp, tp on eight ranks: every two neighbours in the order stand beside each other in one.
+_JOBS = ((1, 2, 2, 1, 2), (2, 1, 2, 1, 2), (1, 2, 1, 2, 2), (2, 1, 2, 2, 1), (2, 2, 2, 1, 1))
+_ORDER, _WIDTH = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), 8
+_MESHES = ("pp", "tp", "cp", "batch", "hsdp", "loss", "norm")
 
 
-#: The first case: no two mistakes of `_slips` give the same number for an axis, which a test holds.
-FIRST = (20, 9240, 9240 * 28, 7, 4, 11, 13)
+def _on_meshes(answer: Callable) -> list[dict[str, Any]]:
+    return [_step_on(answer, dict(zip(_ORDER, job, strict=True))) for job in _JOBS]
 
 
-def _slips(axis: str, layers: int, t: int, p: int, d: int, m: int) -> tuple[tuple[float, str], ...]:
-    """What a mistake makes of the right number, and what to say of it."""
-    ring_t, ring_d = t / max(1, t - 1), d / max(1, d - 1)
-    four = "A layer has four all-reduces for each micro-batch, two in forward and two in backward"
-    cuts = "A stage sends over its own cuts only, whatever the number of stages"
-    held = "A rank has gradients of what it holds"
-    return {
-        "tp": (
-            (1 / 2, f"{four}, and an all-reduce passes its ring twice: half of that was counted"),
-            (2, f"{four}: that was doubled"),
-            (1 / 4, f"{four}: that is one for attention and one for the MLP in each direction"),
-            (p, f"A rank has the layers of its stage only, one part in {p} of the model"),
-            (1 / m, f"Every micro-batch passes every layer: tensor parallelism sends for each of the {m}"),
-            (1 / d, "`micro_batches` are those of one replica already: dp does not divide them"),
-            (ring_t / 2, "On a ring of t ranks each sends 2(t-1)/t times the stream, not the stream once"),
-            (ring_t, "On a ring of t ranks each sends 2(t-1)/t times the stream, not twice the stream"),
-            (t, "A piece on the ring is one part in t of the stream: 2(t-1)/t times the stream in all"),
-            (1 / t, "Every rank of the group reduces the whole stream: only the pieces on the ring are divided by t"),
-        ),
-        "pp": (
-            (1 / 2, "A middle stage sends twice for each micro-batch: activations on, and their gradient back"),
-            (2, "Count what leaves the rank: what it receives was sent by its neighbours"),
-            (1 / m, f"Each of the {m} micro-batches crosses the cut on its own"),
-            (p - 1, cuts),
-            ((p - 1) / 2, cuts),
-            (p, cuts),
-            (1 / t, "Here each rank sends the whole stream: the chapter divides by t where ranks gather their parts again"),
-            (1 / (2 * t), "Each rank sends the whole stream here, undivided by t, and twice for each micro-batch: on and back"),
-            (t, "A rank sends its own copy of the stream; its tp neighbours send theirs"),
-            (layers // p, "Layers of one stage hand over inside the rank: only the last one's output is sent"),
-        ),
-        "dp": (
-            (t * p, f"{held}: tp and pp divide them"),
-            (t, f"{held}: tp divides them too"),
-            (p, f"{held}: pp divides them too"),
-            (m, f"Gradients are added up over the {m} micro-batches and sent once a step"),
-            (ring_d, "On a ring of d ranks each sends 2(d-1)/d times the gradients, not twice the gradients"),
-            (ring_d / 2, "On a ring of d ranks each sends 2(d-1)/d times the gradients, not the gradients once"),
-            (1 / 2, "An all-reduce passes its ring twice: a reduce-scatter, then an all-gather"),
-            (d, "A piece on the ring is one part in d of the gradients: 2(d-1)/d times them in all"),
-            (1 / d, "Each replica has all gradients of its part: dp does not divide them"),
-            (3 / 2, "That is ZeRO-3's traffic: here gradients are all-reduced, and no weights gathered"),
-        ),
-    }[axis] + ((1e-9, "Return bytes, not GB"),)  # fmt: skip
+def _step_on(answer: Callable, sizes: Sizes) -> dict[str, Any]:
+    """Ask for the meshes of one job; if each has its ranks, train a step on them and return loss, norm and what is off."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of private names that move, and of views that FSDP2 returns
+        meshes = by_name(answer({axis: sizes[axis] for axis in sorted(sizes)}), *_MESHES)
+    for name in _MESHES:
+        if not isinstance(meshes[name], DeviceMesh):
+            raise Wrong(
+                f"`{name}` is to be a DeviceMesh: a slice of a mesh, such as `mesh['tp']`, or what `_flatten` returns."
+            )
+    grid, me = torch.arange(8).view(*sizes.values()), dist.get_rank()
+    at = [int(i) for i in (grid == me).nonzero()[0]]
+    dp = grid[at[0], :, :, :, at[4]]
+    truth = {"pp": grid[:, *at[1:]], "tp": grid[*at[:4]], "cp": grid[*at[:3], :, at[4]], "batch": dp[:, :, at[3]].flatten(),
+             "hsdp": dp.flatten(1)}  # fmt: skip
+    wrong = next((name for name, ranks in truth.items() if meshes[name].mesh.tolist() != ranks.tolist()), "")
+    told = (wrong, meshes[wrong].mesh.tolist(), truth[wrong].tolist()) if wrong else None
+    of_all: list[Any] = [None] * 8
+    dist.all_gather_object(of_all, told)
+    if any(of_all):
+        return {"wrong": next(filter(None, of_all))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _train_on(meshes, sizes)
 
 
-_NOTHING = {
-    "tp": "A tensor-parallel group of one rank sends nothing",
-    "pp": "With one stage there is no cut, and nothing to send",
-    "dp": "One replica has nobody to average with",
-}
+def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(7)
+    x, y = torch.randn(8, 4, _WIDTH), torch.randn(8, 4, _WIDTH)
+    up_down = [(nn.Linear(_WIDTH, 16, bias=False), nn.Linear(16, _WIDTH, bias=False)) for _ in range(sizes["pp"])]
+    whole_model = nn.Sequential(*(nn.Sequential(up, nn.ReLU(), down) for up, down in up_down))
+    stage, last = meshes["pp"].get_local_rank(), sizes["pp"] - 1
+    mine = parallelize_module(
+        copy.deepcopy(whole_model[stage]), meshes["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    fully_shard(mine, mesh=meshes["hsdp"])
+    place, part = meshes["batch"].get_local_rank(), meshes["cp"].get_local_rank()
+    here, target = (t[place :: meshes["batch"].size()].chunk(sizes["cp"], 1)[part] for t in (x, y))
+    here, pipe = here.clone().requires_grad_(), meshes["pp"].get_group()
+    if stage:
+        dist.recv(here.data, group=pipe, group_src=stage - 1)
+    out = mine(here)
+    loss = (out - target).square().sum() if stage == last else out.new_zeros(())
+    if stage == last:
+        (loss / target.numel()).backward()
+    else:
+        dist.send(out.detach(), group=pipe, group_dst=stage + 1)
+        grad = torch.empty_like(out)
+        dist.recv(grad, group=pipe, group_src=stage + 1)
+        out.backward(grad)
+    if stage:
+        dist.send(here.grad, group=pipe, group_dst=stage - 1)
+    alone = (whole_model(x) - y).square().mean()
+    alone.backward()
+    for own, one in zip(mine.parameters(), whole_model[stage].parameters(), strict=True):
+        torch.testing.assert_close(
+            own.grad.full_tensor(), one.grad, atol=1e-5, rtol=1e-4
+        )  # of our own step, not the answer's
+    total, squares = loss.detach() / y.numel(), sum(own.grad.to_local().square().sum() for own in mine.parameters())
+    dist.all_reduce(total, group=meshes["loss"].get_group())
+    dist.all_reduce(squares, group=meshes["norm"].get_group())
+    length = sum(one.grad.square().sum() for one in whole_model.parameters())
+    return {"loss": (total / alone).item() if stage == last else None, "squares": (squares / length).item()}
 
 
 @check(
-    idea="An axis sends a size times how often: activations of each layer for tp, of each cut for pp, gradients once for dp.",
-    section="What each axis sends: tp, cp, pp and dp in bytes",
-    line="Multiply layers of one stage, micro-batches and four ring all-reduces for tp; two streams a micro-batch for pp; one "
-    "ring all-reduce of the held gradients for dp.",
+    idea="What talks in every layer gets the nearest ranks, and a mean or a sum of squares goes over all ranks that have other "
+    "values, and over no copies.",
+    section="The mesh in PyTorch: one world, two views",
+    line="Unflatten the world slowest axis first, as pp, dp_replicate, dp_shard * cp, tp for what is sharded and as pp, "
+    "dp_replicate * dp_shard, cp, tp for what is read; flatten batch and cp for the loss, pp, shards and tp for the norm.",
+    kind="work",
 )
-def group_traffic(answer: Callable[..., Mapping[str, float]], seed: int = 7) -> str:
-    """Judge `group_traffic(layers, stream, gradients, tp, pp, dp, micro_batches)` for a middle stage."""
-    dice = random.Random(seed)
-    cases = [FIRST, (4, 1024, 16000, 2, 2, 2, 4), (80, 134217728, 140 * 10**9, 8, 4, 2, 64)]
-    for _ in range(20):
-        tp, pp, dp = (dice.choice((1, 2, 3, 4, 8)) for _ in range(3))
-        gradients = tp * pp * dice.randint(10**3, 10**9)
-        cases.append((pp * dice.randint(1, 12), dice.randint(1, 10**8), gradients, tp, pp, dp, dice.randint(1, 64)))
-    for case in cases:
-        wrong = _wrong_axis(answer(*case), case)
-        if wrong:
-            raise Wrong(_explain_traffic(answer, *wrong, case))
-    return f"{len(cases)} layouts, 70B on 64 GPUs among them."
+def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
+    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for five jobs."""
+    results = on_ranks(_on_meshes, 8, answer, patience=60.0)
+    for job, shape in enumerate(_JOBS):
+        sizes = dict(zip(_ORDER, shape, strict=True))
+        for rank, got in enumerate(each[job] for each in results):
+            case = f"rank {rank} of {_shown(sizes)}"
+            if "wrong" in got:
+                _judge_mesh(*got["wrong"], sizes, _shown(sizes))
+            _judge_sums(got["loss"], got["squares"], sizes, case)
+    return f"{len(_JOBS)} jobs of eight ranks: tp among neighbours, stages far apart; gradients, loss and norm of one process."
 
 
-def _sent(layers: int, stream: int, gradients: int, tp: int, pp: int, dp: int, micro_batches: int) -> dict[str, float]:
-    each = layers // pp * micro_batches  # passes of a micro-batch through a layer of this rank
-    return {
-        "tp": 4 * each * ring_all_reduce_bytes(stream, tp),
-        "pp": 2.0 * micro_batches * stream if pp > 1 else 0.0,
-        "dp": ring_all_reduce_bytes(gradients / (tp * pp), dp),
-    }
+def _judge_mesh(name: str, got: list, right: list, sizes: Sizes, case: str) -> NoReturn:
+    def flat(ranks: list) -> list[int]:
+        return sorted(torch.tensor(ranks).flatten().tolist())
+
+    case = f"`{name}` has {got}, and should have {right}, {case}"
+    folded, depth = sizes["cp"] > 1, torch.tensor(got).ndim
+    refuse(
+        case,
+        ("`fully_shard` shards over the last axis of its mesh and replicates over the first: `hsdp` has two, and one alone would "
+         "shard over the replicas as well, or forget them", name == "hsdp" and depth != 2),
+        ("Ranks of a cp group hold the same weights and see other tokens: they belong to the mesh that averages gradients, "
+         "folded into its shards", name == "hsdp" and folded and len(flat(got)) < len(flat(right))),
+        ("Each cp rank reads a part of the same samples: `batch` counts who reads other samples, replicas and shards",
+         name == "batch" and folded and len(got) > len(right)),
+        ("Who shards reads other samples too: FSDP is data parallelism, so `batch` has replicas times shards",
+         name == "batch" and len(got) < len(right)),
+        ("The groups are of another size than this axis", len(flat(got)) != len(flat(right))),
+        ("Shards and replicas are exchanged: weights are gathered in every layer and belong on the near link, and replicas "
+         "average once a step", name == "hsdp" and flat(got) == flat(right)),
+        ("The sizes are right and the order is not: PyTorch's first axis is the slowest, and what talks most, tp, wants "
+         "neighbours; from there come cp, shards, replicas, and stages outermost", True),
+    )  # fmt: skip
 
 
-def _wrong_axis(got: object, case: tuple[int, ...]) -> tuple[str, float] | None:
-    """The first axis whose number is wrong, and the number; bytes may be rounded to a whole."""
-    right = _sent(*case)
-    if not isinstance(got, Mapping) or set(got) != set(right):
-        raise Wrong(f"Return a dictionary with the keys {', '.join(right)}.")
-    for axis, size in right.items():
-        if not close_bytes(got[axis], size):  # mistakes are larger by far
-            return axis, float(got[axis])
-    return None
+def _judge_sums(loss: float | None, squares: float, sizes: Sizes, case: str) -> None:
+    copies, t, p = sizes["dp_replicate"], sizes["tp"], sizes["pp"]
+    case = f"{case}, {loss or 1:.3g} times the loss and {squares**0.5:.3g} times the norm of one process"
+    off = loss is not None and not close(loss, 1.0, rel=1e-4)
+    refuse(
+        case,
+        (f"The loss is counted {t} times: the ranks of a tp group have the same tokens, and copies of one loss are no part of "
+         "its mean", off and t > 1 and close(loss or 0, t, rel=1e-4)),
+        ("The sum over `loss` lacks tokens: replicas, shards and cp ranks all see other ones", off and (loss or 0) < 1),
+        ("The sum over `loss` counts tokens more than once", off),
+        (f"The norm counts {copies} replicas, which hold the same gradients after the average: squares are summed over parts and "
+         "not over copies", copies > 1 and close(squares, copies, rel=1e-4)),
+        ("Stages hold other layers, so their squares belong to the norm: without them each stage clips by a number of its own",
+         p > 1 and squares < 0.999),
+        ("The norm lacks parts: a matrix is cut over tp and over the shards, so its squares lie on both", squares < 0.999),
+        ("The norm counts some values more than once", squares > 1.001),
+    )  # fmt: skip
 
 
-def _explain_traffic(answer: Callable[..., Mapping[str, float]], axis: str, got: float, case: tuple[int, ...]) -> str:
-    layers, _, _, tp, pp, dp, m = case
-    if {"tp": tp, "pp": pp, "dp": dp}[axis] == 1:
-        return f"{_NOTHING[axis]} ({_traffic_case(case)})."
-    right = _sent(*case)[axis]
-    for change, sentence in _slips(axis, layers, tp, pp, dp, m):
-        if abs(change - 1) > 1e-3 and close(got, right * change, rel=1e-5):
-            return f"{sentence} ({_traffic_case(case)})."
-    # No mistake that is known: the smallest case that fails says most.
-    for tp, pp, dp, m in sorted(product((1, 2), repeat=4), key=sum):
-        small = (pp, 1000, 1000 * tp * pp, tp, pp, dp, m)
-        wrong = _wrong_axis(answer(*small), small)
-        if wrong:
-            (axis, got), case, right = wrong, small, _sent(*small)[wrong[0]]
-            break
+# --- a fault that nobody announced --------------------------------------------------------------------------
+
+_PLACES = tuple(f"{stage}.{part}" for stage in (0, 1) for part in ("scale", "up", "down"))
+_KINDS = (
+    "",
+    "loader tp",
+    "loader dp",
+    "loader pp",
+    "own",
+    "wrong axis",
+    "scale",
+    "embed",
+    "norm tp",
+    "norm dp",
+    "norm pp",
+)
+
+
+class Job:
+    """A step on eight ranks, two stages, two replicas, two tensor-parallel ranks, which may have a fault.
+
+    A stage is a block: `x + relu((x * scale) @ up.T) @ down.T`, `up` and `down` split over tp. `embed` is the table of the
+    first stage and the head of the last.
+
+    Args:
+        seed: What the fault is, where it is, and whether there is one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def _drawn_weights(self) -> tuple[dict[str, Tensor], Tensor]:
+        dice = torch.Generator().manual_seed(self.seed)
+        shapes = {"scale": (8,), "up": (12, 8), "down": (8, 12)}
+        weights = {name: torch.randn(shapes[name[2:]], generator=dice) / 3 + (name[2:] == "scale") for name in _PLACES}
+        weights["embed"] = torch.randn(16, 8, generator=dice)
+        return {name: w.requires_grad_() for name, w in weights.items()}, torch.randint(16, (2, 2, 12), generator=dice)
+
+    def alone(self) -> dict[str, Any]:
+        """Return the loss, the gradients by name and their norm of one process with all samples."""
+        weights, ids = self._drawn_weights()
+        x = weights["embed"][ids[0].flatten()]
+        for stage in (0, 1):
+            x = _block(x, weights, stage)
+        loss = F.cross_entropy(x @ weights["embed"].T, ids[1].flatten())
+        grads = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        return {
+            "loss": loss.item(),
+            "gradients": grads,
+            "norm": sum(g.square().sum() for g in grads.values()).sqrt().item(),
+        }
+
+    def run(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return what this rank of a mesh (pp, dp, tp) reads as `samples`, its final `gradients` by name, and their `norm`."""
+        (kind, where, _), (full, ids) = _drawn(self.seed), self._drawn_weights()
+        pipe, replicas, group = (mesh.get_group(axis) for axis in ("pp", "dp", "tp"))
+        p, d, t = mesh.get_coordinate()
+        reads = {"loader tp": (d + t) % 2, "loader dp": 0, "loader pp": (d + p) % 2}.get(kind, d)
+        inputs, targets = ids[:, reads]
+        mine = {name: w for name, w in full.items() if name == "embed" or name[0] == str(p)}
+        cut = {
+            name: w.detach().chunk(2, 0 if "up" in name else 1)[t] if _is_split(name) else w.detach()
+            for name, w in mine.items()
+        }
+        mine = {name: w.clone().requires_grad_() for name, w in cut.items()}
+        if p == 0:
+            out = _block(mine["embed"][inputs], mine, 0, group)
+            dist.send(out.detach(), group=pipe, group_dst=1)
+            grad = torch.empty_like(out)
+            dist.recv(grad, group=pipe, group_src=1)
+            out.backward(grad)
+        else:
+            x = torch.empty(12, 8).requires_grad_()
+            dist.recv(x.data, group=pipe, group_src=0)
+            F.cross_entropy(_block(x, mine, 1, group) @ mine["embed"].T, targets).backward()
+            dist.send(x.grad, group=pipe, group_dst=0)
+        for name, w in mine.items():
+            faulty = name == where
+            if name.endswith("scale") and not (faulty and kind == "scale"):
+                dist.all_reduce(w.grad, group=group)
+            if name == "embed" and kind != "embed":
+                dist.all_reduce(w.grad, group=pipe)
+            if not (faulty and kind == "own"):
+                dist.all_reduce(w.grad, group=group if faulty and kind == "wrong axis" else replicas)
+                w.grad /= 2
+        grads = {name: w.grad for name, w in mine.items()}
+        squares = torch.stack([
+            g.square().sum() for name, g in grads.items()
+            if _is_split(name) or ((t == 0 or kind == "norm tp") and (name != "embed" or p == 0 or kind == "norm pp"))
+        ] or [torch.zeros(())]).sum()  # fmt: skip
+        dist.all_reduce(squares, group=group)
+        dist.all_reduce(squares, group=pipe)
+        if kind == "norm dp":
+            dist.all_reduce(squares, group=replicas)
+        return {"samples": torch.stack((inputs, targets)), "gradients": grads, "norm": squares.sqrt().item()}
+
+
+def _is_split(name: str) -> bool:
+    return name.endswith(("up", "down"))
+
+
+def _block(x: Tensor, weights: Mapping[str, Tensor], stage: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    scale, up, down = (weights[f"{stage}.{part}"] for part in ("scale", "up", "down"))
+    y = torch.relu(((copy_to_tp(x, group) if group else x) * scale) @ up.T) @ down.T
+    return x + (reduce_from_tp(y, group) if group else y)
+
+
+def _drawn(seed: int) -> tuple[str, str, frozenset[str]]:
+    """Return the kind of a job's fault, the parameter that has it, and what must be said: the axes."""
+    dice = random.Random(f"mesh {seed}")
+    kind = dice.choice(_KINDS)
+    part = {"wrong axis": ("up", "down"), "scale": ("scale",)}.get(kind, ("scale", "up", "down"))
+    where = "embed" if kind == "embed" else f"{dice.randrange(2)}.{dice.choice(part)}"
+    axes = {"own": "dp", "wrong axis": "dp tp", "scale": "tp", "embed": "pp"}.get(kind, kind.partition(" ")[2])
+    return kind, where, frozenset(axes.split())
+
+
+def _look_at(jobs: list[Job], answer: Callable) -> list[Any]:
+    mesh = rank_mesh(2, 2, 2, names=("pp", "dp", "tp"))
+    found = [answer(job, mesh) for job in jobs]
+    if f"{__name__}._drawn" in getattr(answer, "called", ()):
+        raise Wrong(
+            "This asks the check where it planted the fault: a job at work has nobody to ask, so run it and look."
+        )
+    return found
+
+
+@check(
+    idea="Along each axis every value is a copy or a part: copies must be equal, parts must differ, and a sum takes a copy once.",
+    section="Process groups: ranks that differ in one coordinate",
+    line="Write down for samples and for each parameter over which axes it is a copy, gather it along each axis and compare; "
+    "then take the norm from one copy of each part, and see copies of which axis explain what is too much.",
+    kind="fault",
+)
+def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
+    """Judge `find_fault(job, mesh)`: None, or what is wrong first and over which axes, on eight ranks for twelve jobs."""
+    dice, jobs = random.Random(seed), {}
+    while len(jobs) < len(_KINDS) + 1:
+        job = Job(dice.randrange(10**6))
+        kind = _drawn(job.seed)[0]
+        jobs.setdefault(kind if kind or "" not in jobs else "again", job)
+    found = on_ranks(_look_at, 8, list(jobs.values()), answer, patience=60.0)
+    for i, job in enumerate(jobs.values()):
+        said = [_said(each[i]) for each in found]
+        refuse("", ("Ranks say different things about one job: what one of them sees all must know, so let them exchange it",
+                    len(set(said)) > 1))  # fmt: skip
+        _judge_job(said[0], *_drawn(job.seed))
     return (
-        f"A rank sends {right:,.0f} bytes to its {axis} group, not {got:,.0f}, and no usual mistake gives that number "
-        f"({_traffic_case(case)}, a stream of {case[1]:,} bytes, gradients of {case[2]:,})."
+        f"{len(jobs)} jobs. Loaders that asked for the wrong coordinate; an average that one weight missed, or got over tp; a "
+        "gain whose parts were not summed; tied tables that went apart; norms that counted copies. Megatron-LM asks of each "
+        "parameter `param_is_not_shared` and `param_is_not_tensor_parallel_duplicate` before it adds a square."
     )
 
 
-def _traffic_case(case: tuple[int, ...]) -> str:
-    layers, _, _, tp, pp, dp, m = case
-    return f"tp={tp}, pp={pp}, dp={dp}, {layers} layers, {m} micro-batches"
+def _said(given: Any) -> tuple[str, frozenset[str]] | None:
+    if given is None:
+        return None
+    told = (
+        'Return None for a healthy job, or (what, axes): "samples", a parameter\'s name or "norm", and a set of axes.'
+    )
+    what, axes = pair(given, told, "what", "axes")
+    return str(what), frozenset(chosen(axes, ("pp", "dp", "tp"), told))
+
+
+def _judge_job(said: tuple[str, frozenset[str]] | None, kind: str, where: str, axes: frozenset[str]) -> None:
+    first = "samples" if kind.startswith("loader") else "norm" if kind.startswith("norm") else where
+    what, over = said or ("", frozenset())
+    refuse(
+        "",
+        (f"You name {what} of a job that is healthy: copies are equal and parts differ, as they should", said and not kind),
+        ("You find nothing where two replicas read the same samples: along dp samples are parts, and parts that are equal are a "
+         "fault as copies that differ are", said is None and kind == "loader dp"),
+        ("You find nothing in a job whose norm is not that of its gradients: all ranks have the same number, so compare it with "
+         "one that you add up yourself", said is None and first == "norm"),
+        (f"You find nothing in a job in which {first} is not what it should be along {', '.join(sorted(axes))}",
+         said is None and kind),
+        (f"You name {what}, and {first} is wrong before it: samples come first, then gradients, then their norm",
+         (first == "samples" and what != first) or (first != "norm" and what == "norm")),
+        (f"You name {what}, and it is right: the fault is in {first}", kind and what != first),
+        (f"It is {first}, and the axes are not {', '.join(sorted(over)) or 'none'}: ask along each axis whether ranks should "
+         "hold copies or parts, and what they hold", kind and over != axes),
+    )  # fmt: skip
 
 
 # --- three clusters -----------------------------------------------------------------------------------------
@@ -298,6 +469,11 @@ def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
     done = []
     for name in CASES:
         judged = score(_fields(answer(name), name), name)
+        if any(called.endswith((".plan", ".plan_case", ".score")) for called in getattr(answer, "called", ())):
+            raise Wrong(
+                "The answer asks the planner, or scores one layout after the other. Try layouts beside it, and write down the "
+                "one that you can give a reason for: states first, then what is left of the step."
+            )
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
         if judged.to_published > 1 + APART:  # the published layout is ahead

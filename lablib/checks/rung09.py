@@ -1,6 +1,6 @@
-"""The checks of rung 09: bytes that a block keeps, a checkpoint by hand, a policy, and what to recompute when.
+"""The checks of rung 09: a checkpoint by hand, a policy under a limit, what to recompute when, and a job with a fault.
 
-The last one draws its situations from real models, with budgets around every border between two choices.
+The third draws its situations from real models, with budgets around every border between two choices.
 """
 
 from __future__ import annotations
@@ -8,149 +8,24 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lablib.calc.memory.activations import layer_activations, recompute_cost
-from lablib.calc.models import ModelConfig, preset
-from lablib.checks.judging import Slip, Wrong, by_name, check, close, compare, refuse, whole
+from lablib.calc.memory.activations import recompute_cost
+from lablib.calc.models import preset
+from lablib.checks.judging import Slip, Wrong, by_name, check, compare, on_ranks, pair, refuse, whole
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import TorchDispatchMode
 
-__all__ = ["Job", "block_bytes", "checkpoint", "choose", "every_second", "job_of"]
-
-
-# --- bytes of a block ---------------------------------------------------------------------------------------
-
-
-def _config(hidden: int, heads: int, kv_heads: int, ffn: int, gated: bool) -> ModelConfig:
-    return ModelConfig(
-        name="drawn", family="llama" if gated else "gpt2", num_layers=1, hidden=hidden, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=hidden // heads, ffn=ffn, vocab=256, max_positions=1 << 20,
-        norm="rmsnorm" if gated else "layernorm", gated_mlp=gated,
-    )  # fmt: skip
-
-
-_BLOCK = ("batch", "seq", "hidden", "heads", "kv_heads", "ffn", "gated", "dropout", "fused")
-
-
-def _draw(dice: random.Random) -> tuple:
-    kv_heads, groups, width = dice.randint(1, 8), dice.choice((1, 1, 2, 4)), dice.choice((8, 16, 64))
-    heads = kv_heads * groups
-    gated, fused = dice.random() < 0.5, dice.random() < 0.5
-    ffn = dice.randint(2, 5) * heads * width + dice.randint(0, 9)
-    dropout = not gated and dice.random() < 0.6
-    return (dice.randint(1, 5), dice.randint(3, 400), heads * width, heads, kv_heads, ffn, gated, dropout, fused)
-
-
-class _Sizes:
-    """Sizes of one case, in bytes of 16-bit values: what the known mistakes add or leave out."""
-
-    def __init__(self, batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused) -> None:
-        self.tokens = batch * seq
-        self.stream, self.inner = 2 * self.tokens * hidden, 2 * self.tokens * ffn  # one tensor each
-        self.key = self.stream // heads * kv_heads
-        self.pairs = heads * batch * seq * seq  # scores, and the bytes of a mask on them
-        self.gated, self.dropout, self.fused, self.plain = gated, dropout, fused, not fused
-        self.masks = dropout * self.stream  # both of the stream
-        self.mask = dropout * self.plain * self.pairs  # of the scores
-        self.statistics = 4 * self.tokens * heads
-        self.weights = 4 * hidden * (hidden + hidden // heads * kv_heads) + 2 * (2 + gated) * hidden * ffn
-
-
-def _bytes(*case: Any) -> int:
-    """Return what `layer_activations` counts."""
-    b, s, *sizes, gated, dropout, fused = case
-    how = {"attention": "fused" if fused else "plain", "dropout": 0.1 if dropout else 0.0}
-    return sum(layer_activations(_config(*sizes, gated), batch=b, seq=s, **how).values())
-
-
-def _offs(sentence: str, *changes: Callable[[_Sizes], float]) -> list[Slip]:
-    """Return the rows of one sentence, from the bytes that the answers are off by."""
-    return _rows(sentence, *(lambda *case, change=change: _bytes(*case) + change(_Sizes(*case)) for change in changes))
-
-
-def _rows(sentence: str, *mistaken: Callable[..., Any]) -> list[Slip]:
-    return [(sentence, each) for each in mistaken]
-
-
-_PROBABILITIES = "Fused attention keeps no scores, but 4 bytes of statistics a token and query head"
-_BLOCK_SLIPS: list[Slip] = [
-    *_rows("Values have 16 bits, 2 bytes each", lambda *case: 2 * _bytes(*case), lambda *case: _bytes(*case) / 2),
-    *_rows("34sbh + 5as²b is a GPT block with dropout, plain attention and ffn = 4h; count this one",
-           lambda b, s, h, a, *_: 34 * s * b * h + 5 * a * s * s * b,
-           lambda b, s, h, a, *_: 32 * s * b * h + (5 * _[-2] or 2) * (not _[-1]) * a * s * s * b + 2 * s * b * h * _[-2],
-           lambda b, s, h, a, *_: 34 * s * b * h + 5 * (not _[-1]) * a * s * s * b,
-           lambda b, s, h, *_: _bytes(b, s, h, *_[:2], 4 * h, *_[3:])),
-    *_offs("A dropout mask has one byte a value, not two",
-           lambda z: z.masks + z.mask, lambda z: z.masks, lambda z: z.mask),
-    *_offs("There are two dropout masks in the stream, behind attention and behind the MLP, n h bytes each",
-           lambda z: -z.masks, lambda z: -z.masks / 2, lambda z: z.masks / 2,
-           lambda z: -z.masks - z.mask, lambda z: -z.masks - 3 * z.mask),
-    *_offs("Fused attention draws its dropout inside of the kernel and keeps no mask: the exercise gives it none",
-           *(lambda z, n=n: n * z.fused * z.dropout * z.pairs for n in (1, 2, 3))),
-    *_offs("Keys and values have kv_heads heads, not heads", lambda z: 2 * (z.stream - z.key)),
-    *_offs("Both products of attention need their factors: q, and k and v, kv_heads heads wide each",
-           lambda z: -z.key, lambda z: -2 * z.key, lambda z: -2 * z.key - z.stream, lambda z: -z.key - z.stream),
-    *_offs(_PROBABILITIES, *(lambda z, n=n: n * z.fused * z.statistics for n in (-1, -1 / 2, 1)),
-           lambda z: z.fused * z.statistics * (z.key / z.stream - 1)),
-    *_offs(_PROBABILITIES, *(lambda z, n=n: z.fused * (n * z.tokens - z.statistics) for n in (4, 2))),
-    *_offs(_PROBABILITIES,
-           lambda z: z.fused * ((2 + 3 * z.dropout) * z.pairs - z.statistics),
-           lambda z: z.fused * (2 + 3 * z.dropout) * z.pairs, lambda z: z.fused * (5 * z.pairs - z.statistics)),
-    *_offs("Attention's output is the input of the output projection: one tensor, kept once",
-           lambda z: z.fused * z.stream, lambda z: z.plain * z.stream),
-    *_offs("The scores are kept once without dropout, after softmax and in 16 bits: its derivative needs its output, not qkᵀ",
-           lambda z: z.plain * 2 * z.pairs, lambda z: z.plain * (2 + 2 * z.dropout) * z.pairs,
-           lambda z: z.plain * (not z.dropout) * 2 * z.pairs),
-    *_offs("Without dropout there is no mask, and nothing that dropout makes of the scores",
-           lambda z: z.plain * (not z.dropout) * 3 * z.pairs,
-           lambda z: (not z.dropout) * (z.plain * 3 * z.pairs + z.stream), lambda z: (not z.dropout) * z.stream),
-    *_offs("With dropout the scores are kept three times: after softmax, the mask, and what dropout makes of them",
-           *(lambda z, n=n: -n * z.mask for n in (3, 2, 1))),
-    *_offs("The softmax output itself is missing: a b s² values of 2 bytes", lambda z: -z.plain * 2 * z.pairs),
-    *_offs("A gated MLP keeps three inner tensors: gate, up, and their product",
-           lambda z: -z.gated * z.inner, lambda z: z.gated * z.inner),
-    *_offs("An MLP keeps the input of its activation and the input of the down projection, ffn values a token each",
-           lambda z: -(not z.gated) * z.inner, lambda z: -z.inner),
-    *_offs("Each norm, the projections to q, k and v together, the output projection, and the MLP keep an input of h values "
-           "a token; one or two are missing", lambda z: -z.stream, lambda z: -2 * z.stream),
-    *_offs("Matrices that read the same tensor keep it once: q, k and v share theirs, and so do gate and up",
-           lambda z: 2 * z.stream, lambda z: z.gated * z.stream, lambda z: (2 + z.gated) * z.stream),
-    *_offs("A sum needs neither of its terms, and a block's output is the input of the next",
-           *(lambda z, n=n: n * z.stream for n in (1, 3, 4))),
-    *_offs("The paper leaves out the statistics of norms",
-           lambda z: (8 if z.gated else 16) * z.tokens, lambda z: 16 * z.tokens, lambda z: 8 * z.tokens),
-    *_offs("Weights are there anyway, and are no activations", lambda z: z.weights),
-]  # fmt: skip
-
-
-@check(
-    idea="Go through the block operator by operator, and ask of each what its derivative needs.",
-    section="What one block keeps, tensor by tensor",
-    line="Sum the tensors: 2 bytes for each value, 1 for each value of a mask, a tensor that two operators read once, "
-    "and k and v only kv_heads heads wide.",
-)
-def block_bytes(answer: Callable[..., float], seed: int = 9) -> str:
-    """Judge `block_bytes(batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused)`, to the byte."""
-    dice = random.Random(seed)
-    gpt3 = (1, 2048, 12288, 96, 96, 49152, False, True, False)
-    llama = (1, 8192, 4096, 32, 8, 14336, True, False, True)
-    cases = [(*gpt3[:7], False, False), gpt3, llama, (*llama[:8], False), *(_draw(dice) for _ in range(40))]
-    compare(answer, cases, _bytes, _BLOCK_SLIPS, _words, right=functools.partial(close, rel=1e-12))
-    return f"{len(cases)} blocks to the byte: GPT and Llama, grouped queries, plain and fused attention."
-
-
-def _words(*case: Any) -> str:
-    sizes = ", ".join(f"{name}={value}" for name, value in zip(_BLOCK[:6], case, strict=False))
-    flags = [name for name, value in zip(_BLOCK[6:], case[6:], strict=True) if value]
-    return f"{sizes}; {', '.join(flags) or 'no flag set'}"
+__all__ = ["Job", "TrainingJob", "checkpoint", "choose", "faulty_part", "job_of", "keep_within"]
 
 
 # --- a checkpoint by hand -----------------------------------------------------------------------------------
@@ -173,16 +48,6 @@ class _Block(nn.Module):
         return x + self.down(self.dropout(torch.tanh(self.up(x))))
 
 
-class _Products(TorchDispatchMode):
-    """Counts products by width; a counter of FLOPs would track modules, and backward inside backward cannot have that."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.widths[out.shape[-1]] += 1
-        return out
-
-
 def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
     """Two blocks, a loss that weighs every output differently, one backward pass."""
     torch.manual_seed(0)
@@ -191,8 +56,8 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
     weigh = torch.randn(ROWS, WIDTH)
     inside = sum(8 * ROWS * WIDTH * 4 for _ in blocks)  # the wide middle, once a block
     torch.manual_seed(1)
-    with LiveBytes() as live, _Products() as products:
-        products.widths, y = Counter(), x
+    with LiveBytes() as live:
+        y = x
         for block in blocks:
             y = run(block, y)
             if not isinstance(y, Tensor):
@@ -205,7 +70,6 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
         "value": y.detach(),
         "functions": _functions(y),
         "kept": kept,
-        "products": products.widths,
         "inside": inside,
         "runs": (forward_runs, [block.runs for block in blocks]),
         "input": x.grad,
@@ -305,57 +169,150 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
     )  # fmt: skip
 
 
-# --- a policy -----------------------------------------------------------------------------------------------
+# --- a policy under a limit ----------------------------------------------------------------------------------
 
-#: Of a block's products: different, to tell which run again, and odd in number: a count that runs on is off by one.
-WIDTHS = (72, 80, 96, 128, WIDTH)
+BATCH, SEQ, HIDDEN = 2, 48, 64
+#: What an answer may compute again above the least, in shares of all products: outputs fit whole or not at all.
+_NEAR = 0.1
 
 
-class _Chain(nn.Module):
-    """Products one after the other, with and without bias."""
+class _Mlp(nn.Module):
+    """Norm, one layer of a width of its own, and back; without the wide middle an adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = enumerate(zip((WIDTH, *WIDTHS), WIDTHS, strict=False))
-        self.layers = nn.ModuleList(nn.Linear(*size, bias=i % 3 > 0) for i, size in sizes)
-        self.runs = 0
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, width), nn.Linear(width, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream and what the chain adds."""
-        self.runs += 1
-        y = x
-        for layer in self.layers:
-            y = functional.dropout(torch.tanh(layer(y)), 0.5)
-        return x + y
+        """Return the stream and what the block adds."""
+        return x + functional.dropout(self.down(torch.tanh(self.up(self.norm(x)))), 0.2)
+
+
+class _Attention(nn.Module):
+    """Attention that writes its scores down, with heads of a width of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.width = nn.LayerNorm(HIDDEN), width
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the block adds."""
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        weights = functional.dropout((q @ k.transpose(-1, -2) / self.width**0.5).softmax(-1), 0.2)
+        return x + functional.dropout(self.out((weights @ v).transpose(1, 2).flatten(-2)), 0.2)
+
+
+class _Products(TorchDispatchMode):
+    """Adds up the FLOPs of products; a counter that tracks modules cannot have backward inside backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            one = (args[-1].shape[-2], out.nbytes, 2 * out.numel() * args[-1].shape[-2])  # inner width, bytes, FLOPs
+            self.found.append(one)
+        return out
+
+
+PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
+
+
+def _model(dice: random.Random) -> nn.Sequential:
+    """Return a model whose blocks have drawn widths, in a drawn order."""
+    torch.manual_seed(dice.randrange(100))
+    widths = [dice.choice((8, 16)), *dice.sample((96, 160, 256, 384), 3)]
+    blocks = [_Mlp(widths[0]), _Attention(16), *map(_Mlp, widths[1:])]
+    return nn.Sequential(*dice.sample(blocks, len(blocks)))
+
+
+def _train(run: Callable[..., Any], model: nn.Module, *limit: int) -> dict:
+    """Run a step in bfloat16 by autocast; return gradients, bytes alive between its halves, and products of each half."""
+    torch.manual_seed(3)
+    x, weigh = (torch.randn(BATCH, SEQ, HIDDEN, requires_grad=need) for need in (True, False))
+    model.zero_grad()
+    with LiveBytes() as live, _Products() as products:
+        products.found = []
+        # Without its cache: a weight that a trial run has cast already would be cast in the replay alone.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = run(model, x, *limit)
+        if not isinstance(y, Tensor) or not y.requires_grad:
+            raise Wrong("Return what the model returns: a tensor, with a graph behind it.")
+        live.end_forward()
+        kept, forward = live.kept - y.nbytes, products.found
+        products.found = []
+        (weigh * y).sum().backward()
+    return {
+        "value": y.detach(), "kept": kept, "forward": forward,
+        "backward": sum(flops for *_, flops in products.found),
+        "gradients": [x.grad, *(p.grad for p in model.parameters())],
+    }  # fmt: skip
+
+
+def _least_again(products: list[tuple[int, int, int]], room: int) -> int:
+    """Return the fewest FLOPs that run again if products' outputs of so many bytes may be kept."""
+    best = {0: 0}  # FLOPs that are spared by the bytes they take
+    for _, size, flops in products:
+        best |= {b + size: max(f + flops, best.get(b + size, 0)) for b, f in best.items() if b + size <= room}
+    return sum(flops for *_, flops in products) - max(best.values())
 
 
 @check(
-    idea="A policy is asked about every operator, save its output or compute it again, and may count what it is asked.",
-    section="A policy in PyTorch: outputs that are saved",
-    line="In a `context_fn`, make a policy that counts `aten.mm` and `aten.addmm`, forward's and a replay's apart, and answers "
-    "MUST_SAVE for odd counts; return create_selective_checkpoint_contexts(policy).",
-    lines=3_000,
+    idea="Keeping an output takes its bytes and spares its product's FLOPs: products differ in what they spare a byte.",
+    section="Selective recomputation: the attention core",
+    line="Let a first run with a policy that saves nothing write down each product's FLOPs and bytes and each block's input, "
+    "then answer MUST_SAVE for the products with the most FLOPs a byte, as many as fit.",
+    kind="work",
 )
-def every_second(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
-    """Judge `every_second(block, x)` by bytes kept, products repeated and gradients, beside the block and the solution."""
-    got, whole = (_step(way, _Chain) for way in (answer, lambda block, x: block(x)))
-    again, asked = got["products"] - whole["products"], Counter(2 * WIDTHS[1::2])
-    most = 2 * (WIDTH + sum(WIDTHS[::2])) * 4 * ROWS  # of each block its output and these products'
-    alike = _same(got["input"], whole["input"]) and all(map(_same, got["weights"], whole["weights"]))
+def keep_within(answer: Callable[[nn.Sequential, Tensor, int], Tensor], seed: int = 197) -> str:
+    """Judge `keep_within(model, x, limit)` by a step: bytes alive after forward, gradients, FLOPs that run again."""
+    settings = _limits(seed)
+    for model, plain, each, limit in settings:
+        least = _least_again(plain["forward"], limit - each["kept"])
+        _judge_within(_train(answer, model, limit), plain, each, limit, least)
+    return f"{len(settings)} steps within their limits, with the gradients of no checkpoint, and hardly a FLOP too many again."
+
+
+@functools.cache
+def _limits(seed: int) -> list[tuple]:
+    """Return models, their steps without checkpoints and with one on each block, and limits."""
+    dice, found = random.Random(seed), []
+    for _ in range(2):
+        model = _model(dice)
+        plain, each = _train(lambda model, x: model(x), model), _train(_each_block, model)
+        room = sum(size for _, size, _ in plain["forward"])
+        for share in (0, dice.uniform(0.15, 0.25), dice.uniform(0.3, 0.4), dice.uniform(0.45, 0.55), 1):
+            found.append((model, plain, each, each["kept"] + int(share * room)))
+    return found
+
+
+def _each_block(model: nn.Sequential, x: Tensor) -> Tensor:
+    for block in model:
+        x = torch_checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) -> None:
+    again, every = (step["backward"] - plain["backward"] for step in (got, each))
+    most = least + _NEAR * every
     refuse(
-        "",
-        ("Return what the block returns", not _same(got["value"], whole["value"])),
-        ("Nothing runs again: call torch.utils.checkpoint.checkpoint, with use_reentrant=False", got["runs"][1] == [1, 1]),
-        ("No product runs again; every second one should", not again),
-        (f"{again.total()} products run again in two blocks, not {asked.total()}: save the outputs of the first, the third and "
-         "the fifth, with bias (aten.addmm) and without (aten.mm), and begin to count anew in each block",
-         again.total() != asked.total()),
-        ("Not the second and the fourth product run again: one count for those with and without bias, the odd ones saved",
-         again != asked),
-        ("More is kept than inputs and the products' outputs: all other operators run again", got["kept"] > 1.1 * most),
-        ("The gradients belong to other masks than the loss: leave preserve_rng_state on", not alike),
+        f"limit {limit:,} bytes, of {plain['kept']:,} without checkpoints",
+        ("Return what the model returns", not _same(got["value"], plain["value"])),
+        (f"{got['kept']:,} bytes are alive when forward has ended, and nothing runs again: wrap the blocks in checkpoints",
+         limit < got["kept"] > 0.95 * plain["kept"]),
+        (f"{got['kept']:,} bytes are alive when forward has ended: the inputs of blocks count too, and so does each output "
+         "that you save", got["kept"] > limit),
+        ("Gradients are not those without checkpoints: the replay needs forward's random numbers and forward's autocast",
+         not all(map(_same, got["gradients"], plain["gradients"]))),
+        ("That is less than checkpoints of single blocks can do within the limit: one goes around several, which then come "
+         "back at once", again < 0.98 * least or got["kept"] < 0.98 * each["kept"]),
+        (f"All {again:,} FLOPs of the products run again; with the bytes that are left, outputs can be kept",
+         again == every and again > most),
+        (f"{again:,} FLOPs run again, {least:,} would do, and {limit - got['kept']:,} bytes are left",
+         again > most and got["kept"] - each["kept"] < 0.7 * (limit - each["kept"])),
+        (f"The bytes are used, and {again:,} FLOPs run again where {least:,} would do: of two outputs of as many bytes keep "
+         "the one that takes more FLOPs to make", again > most),
     )  # fmt: skip
-    return f"{asked.total()} of {2 * len(WIDTHS)} products run again, and nothing else is kept."
 
 
 def _rest(layers: int, k: int) -> tuple[int, int]:
@@ -532,6 +489,10 @@ def _replay(most: Callable[[Job, int], float]) -> Callable[[Job], str]:
     return _peak(every=lambda job, n: max(_forward(job, f"every:{n}"), most(job, n)))
 
 
+def _rows(sentence: str, *mistaken: Callable[..., Any]) -> list[Slip]:
+    return [(sentence, each) for each in mistaken]
+
+
 def _answer(**ideas: Callable) -> Callable[[Job], str]:
     return lambda job: _said(_best(job, **ideas))
 
@@ -680,3 +641,203 @@ def _read(got: object, job: Job) -> str:
     if equal and (peak, extra) == (max(moments(job, name)), extra_flops(job, name)):
         return _said(best)
     return _said({"strategy": name, "peak": peak, "extra": extra})
+
+
+# --- a job with a fault -------------------------------------------------------------------------------------
+
+TOKENS, STREAM, RANKS, BLOCKS = 24, 16, 2, 4
+_FAULTS = ("own", "later", "twice", "held", "")
+_WHERE = {"own": ("drop",), "later": ("mask",), "twice": ("gate",), "held": ("norm", "gate", "up", "drop", "down")}
+
+
+def _fault(number: int) -> tuple[str, int, int, str]:
+    """Return a job's fault, "" for none, and the rank, block and part that have it."""
+    kind, dice = _FAULTS[number % len(_FAULTS)], random.Random(number)
+    return kind, dice.randrange(RANKS), dice.randrange(BLOCKS), dice.choice(_WHERE.get(kind, ("",)))
+
+
+class Part(nn.Module):
+    """One step inside of a block, with a weight, a count and a mask where it needs them."""
+
+    def __init__(self, does: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.does, self.mask = does, None
+        self.weight = nn.Parameter(torch.randn(shape) / shape[0] ** 0.5) if shape else None
+
+    def forward(self, *args: Any) -> Tensor:
+        """Return what the part makes of the stream."""
+        return self.does(self, *args)
+
+
+class ResidualBlock(nn.Module):
+    """An MLP behind a gate of two halves; its parts run under a checkpoint, its load is balanced between steps."""
+
+    def __init__(self, fault: dict[str, str], seed: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed, inside = checkpointed, fault.get("gate") == "twice"
+        own = torch.Generator().manual_seed(seed) if fault.get("drop") == "own" else None
+
+        def gated(part: Part, x: Tensor) -> Tensor:
+            share = (x @ part.weight + part.bias).softmax(-1)
+            if inside:
+                part.load += _count(share)
+            return share
+
+        def dropped(part: Part, x: Tensor) -> Tensor:
+            return x * (torch.rand(x.shape, generator=own) > 0.2) / 0.8
+
+        def masked(part: Part, x: Tensor, mask: Tensor) -> Tensor:
+            return x * (part.mask if fault.get("mask") == "later" else mask)
+
+        def add(name: str, does: Callable[..., Tensor], *shape: int) -> None:
+            log: deque[Tensor] = deque(maxlen=2 * (fault.get(name) == "held"))
+
+            def does_and_logs(part: Part, *args: Any) -> Tensor:
+                log.append(y := does(part, *args))
+                return y
+
+            self.add_module(name, Part(does_and_logs, *shape))
+
+        add("norm", lambda part, x: functional.layer_norm(x, x.shape[-1:]))
+        add("gate", gated, STREAM, 2)
+        add("up", lambda part, x: torch.tanh(x @ part.weight), STREAM, 4 * STREAM)
+        add("drop", dropped)
+        add("mask", masked)
+        add("down", lambda part, x: x @ part.weight, 4 * STREAM, STREAM)
+        for name in ("load", "bias"):
+            self.gate.register_buffer(name, torch.zeros(2))
+        self._counts = not inside
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return the stream and what the block adds, and count which half of the gate each token takes."""
+        self.mask.mask = mask
+        how = {"use_reentrant": False}
+        y, share = torch_checkpoint(self._inside, x, mask, **how) if self.checkpointed else self._inside(x, mask)
+        if self._counts:
+            self.gate.load += _count(share)
+        return y
+
+    def _inside(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(x)
+        share = self.gate(h)
+        return x + share[:, :1] * self.down(self.mask(self.drop(self.up(h)), mask)), share
+
+
+def _count(share: Tensor) -> Tensor:
+    return functional.one_hot(share.detach().argmax(-1), 2).sum(0)
+
+
+class TrainingJob:
+    """A job on two ranks, one replica on each, which takes two micro-batches forward and then both backward."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def model(self, checkpointed: bool = True) -> nn.ModuleList:
+        """Return this rank's replica, its blocks under checkpoints or not."""
+        torch.manual_seed(self._number)
+        kind, rank, block, part = _fault(self._number)
+        mine = [{part: kind} if (rank, block) == (_rank(), i) else {} for i in range(BLOCKS)]
+        return nn.ModuleList(ResidualBlock(fault, self._number, checkpointed) for fault in mine)
+
+    def forward(self, model: nn.ModuleList, step: int = 0) -> list[Tensor]:
+        """Return the losses of this rank's two micro-batches in a step: forward alone."""
+        torch.manual_seed(1000 * step + _rank())
+        losses = []
+        for tokens in (TOKENS, TOKENS // 2):  # behind the last token a row is padding
+            x = torch.randn(TOKENS, STREAM)
+            mask, y = (torch.arange(TOKENS) < tokens)[:, None].float(), x
+            for block in model:
+                y = block(y, mask)
+            losses.append(((y - x.roll(1, -1).cumsum(-1).sin()) * mask).square().sum() / tokens)
+        return losses
+
+    def update(self, model: nn.ModuleList, rate: float = 0.02) -> None:
+        """Average gradients over the ranks and take a step; shift each gate towards its emptier half."""
+        for block in model:
+            for tensor in (*(p.grad for p in block.parameters()), block.gate.load):
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+            for parameter in block.parameters():
+                parameter.data -= rate * parameter.grad
+            block.gate.bias -= rate / TOKENS * (block.gate.load - block.gate.load.mean())
+            block.gate.load.zero_()
+        model.zero_grad()
+
+    def train(self, steps: int, checkpointed: bool = True) -> float:
+        """Train; return the loss of the last step, the mean over ranks."""
+        model = self.model(checkpointed)
+        for step in range(steps):
+            loss = sum(self.forward(model, step))
+            loss.backward()
+            self.update(model)
+        dist.all_reduce(last := loss.detach())
+        return last.item() / dist.get_world_size()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _findings(answer: Callable, numbers: list[int]) -> list[Any]:
+    found = []
+    for number in numbers:
+        got = answer(TrainingJob(number))
+        if got is not None:
+            block, part = pair(got, "Return None, or the block's number and the name of its part.", "block", "part")
+            got = whole(block, "The block"), str(part)
+        found.append(got)
+    return found
+
+
+_PASSED_OVER = {
+    "own": "The replay of one rank makes other values than forward did, so its gradients belong to another loss",
+    "later": "One rank's replay reads a value that the second micro-batch has changed since forward: run both before backward, "
+    "as the job does",
+    "twice": "One rank's gradients are right, and what a step leaves behind beside them is not: compare buffers with those of "
+    "the model without checkpoints",
+    "held": "One rank's gradients and buffers are right, and its memory is not: weigh what is alive when forward has ended",
+}
+
+
+def _misplaced(rank: int, here: tuple[int, str], where: list) -> list[tuple[str, bool]]:
+    return [
+        (f"Rank {rank} it is, but not block {here[0]}: a wrong gradient goes on into all blocks before it, and a wrong output "
+         "into all behind it", here[0] != where[0]),
+        (f"Rank and block are right, and the part is not {here[1]!r}: follow the block part by part, to the first that does "
+         "not do what it did, or keeps what the others let go", here[1] != where[1]),
+    ]  # fmt: skip
+
+
+@check(
+    idea="Under a checkpoint a step must leave all that it leaves without one, gradients, buffers and random numbers, and "
+    "between its halves less bytes.",
+    section="A checkpoint written out: autograd.Function and use_reentrant",
+    line="Put a hook on every part that notes input, output and a weak reference to the output: look which outputs live when "
+    "forward has ended, which part makes another output of the same input in a replay, and which buffer differs from that "
+    "of the model without checkpoints; on this rank, before gradients are averaged.",
+    kind="fault",
+)
+def faulty_part(answer: Callable[[TrainingJob], Any], seed: int = 90) -> str:
+    """Judge `faulty_part(job)`, which every rank calls for several jobs, one of them healthy."""
+    dice = random.Random(seed)
+    drawn = [len(_FAULTS) * dice.randrange(100) + kind for kind in (*range(len(_FAULTS)), 0, 3)]
+    dice.shuffle(drawn)
+    by_rank = on_ranks(_findings, RANKS, answer, drawn)
+    for number, *found in zip(drawn, *by_rank, strict=True):
+        kind, rank, *where = _fault(number)
+        here, there = found[rank], found[1 - rank]
+        refuse(
+            "",
+            ("A job in which nothing is wrong is accused", not kind and (here or there)),
+            ("Both ranks accuse themselves, and one of them is healthy: compare what a rank has before it is averaged over "
+             "ranks", kind and here and there),
+            ("The healthy rank is accused, the other is not", kind and there),
+            (_PASSED_OVER.get(kind, ""), kind and here is None),
+            *([] if here is None else _misplaced(rank, here, where)),
+        )  # fmt: skip
+    return (
+        f"{len(drawn)} jobs: a dropout with a generator of its own, which PyTorch's checkpoint does not restore; a mask left on the module, "
+        "where the next micro-batch replaces it; a router's load counted again by the replay, as torchtitan's comments say of "
+        "its own; an output kept for a log."
+    )

@@ -1,37 +1,33 @@
-"""The checks of rung 10: a ring from exchanges, the algorithm for a size, and the axes for a cluster.
+"""The checks of rung 10: a ring from exchanges, one fast at every size, DDP's hook for several hosts, and a fault to find.
 
-The ranks of the ring are threads that run one at a time, each to its next exchange, so a check always plays the same
-way and sees at once when everybody waits. Rank r holds 100^r times 1, 2, 3 and so on: the digits of a sum say whose
-numbers are in it, and how often.
+The ranks of the first two are threads that run one at a time, each to its next exchange, so a check always plays the same
+way and sees at once when everybody waits. Rank r holds 100^r times 1, 2, 3 and so on, or 16^r times: the digits of a sum
+say whose numbers are in it, and how often. The hook and the job with a fault run on real ranks.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, KeysView, Mapping, Sequence, Set
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import get_pg_count
+from torch.nn.parallel import DistributedDataParallel
 
-from lablib.calc.communication import chunk_sizes, collective_time, crossover, traffic
-from lablib.checks.judging import Wrong, by_name, check, close, pair, recognize, refuse
+from lablib.calc.communication import chunk_sizes, collective_time, traffic
+from lablib.checks.judging import Wrong, by_name, check, chosen, close, on_ranks, refuse, whole
+from lablib.launch.measure import CommEvent, record_comms
 from lablib.launch.ranks import Endless, Turns
 
-__all__ = ["choose_algorithm", "place", "ring_all_reduce"]
-
-
-def _near(answer: object, truth: float) -> bool:
-    """Say whether a number of bytes is right; the whole bytes beside it are: rounded, or the first beyond it."""
-    if close(answer, truth):
-        return True
-    number = float(answer)  # type: ignore[arg-type]
-    return number.is_integer() and abs(number - truth) <= (truth > 0)
+__all__ = ["Job", "fast_all_reduce", "find_fault", "make_hook", "ring_all_reduce", "told"]
 
 
 # --- a ring from exchanges ----------------------------------------------------------------------------------
@@ -52,10 +48,11 @@ class _Message(NamedTuple):
 class World(Turns):
     """Ranks whose only tool is an exchange: send to one rank while receiving from another."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, latency: float = 0.0, bandwidth: float = math.inf):
         super().__init__(ranks)
+        self.latency, self.bandwidth, self.clock = latency, bandwidth, [0.0] * ranks
         self.messages: list[_Message] = []
-        self.mail: dict[tuple[int, int], collections.deque[Tensor]] = collections.defaultdict(collections.deque)
+        self.mail: dict[tuple[int, int], collections.deque] = collections.defaultdict(collections.deque)
         self.waits: dict[int, int] = {}  # a rank, and whose message it needs
 
     def able(self) -> list[int]:
@@ -70,8 +67,8 @@ class World(Turns):
         except Endless as endless:
             raise Wrong(str(endless)) from None
         if not ended:
-            raise Wrong("The ranks wait for each other for ever: in every step each rank sends to its right neighbour "
-                        "and receives from its left one, and all take as many steps.")  # fmt: skip
+            raise Wrong("The ranks wait for each other for ever: what a rank receives in a step, another must send to it, "
+                        "as in a ring, where each sends to its right neighbour and receives from its left one.")  # fmt: skip
         if any(self.mail.values()):
             raise Wrong("A message was sent that nobody received: all ranks must take the same number of steps.")
 
@@ -93,11 +90,13 @@ class World(Turns):
         # Of one rank's numbers, none of which reaches the base, all digits but one are zero.
         summed = any(sum(digit > 0 for digit in _digits(value, self.ranks)) > 1 for value in send.flatten().tolist())
         self.messages.append(_Message(rank, to, send.numel(), summed))
-        self.mail[rank, to].append(send.detach().clone().flatten())
+        done = self.clock[rank] + self.latency + 8 * send.numel() / self.bandwidth
+        self.mail[rank, to].append((send.detach().clone().flatten(), done))
         self.waits[rank] = source
         self.pause(rank)
         del self.waits[rank]
-        arrived = self.mail[source, rank].popleft()
+        arrived, came = self.mail[source, rank].popleft()
+        self.clock[rank] = max(done, came)
         if arrived.numel() != receive.numel():
             raise Wrong(f"Rank {rank} makes room for {receive.numel()} elements and {arrived.numel()} arrive: in a step "
                         "the chunk that comes has another number than the one that goes.")  # fmt: skip
@@ -179,9 +178,9 @@ def _judge_sums(rows: list[Tensor], messages: list[_Message], ranks: int, numel:
     )  # fmt: skip
 
 
-def _digits(value: float, ranks: int) -> list[int]:
+def _digits(value: float, ranks: int, base: int = _BASE) -> list[int]:
     number = round(value) if math.isfinite(value) else 0
-    return [number // _BASE**rank % _BASE for rank in range(ranks)]
+    return [number // base**rank % base for rank in range(ranks)]
 
 
 def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
@@ -210,279 +209,367 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
     )  # fmt: skip
 
 
-# --- ring or tree -------------------------------------------------------------------------------------------
-
-_KEYS = ("ring", "tree", "crossover", "best")
-
-_ALGORITHM = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
+# --- fast at every size -------------------------------------------------------------------------------------
 
 
 @check(
-    idea="Each algorithm is a straight line in the size, rounds times α plus passes times S/W, and two lines cross once.",
+    idea="A ring sends few bytes in many messages, recursive doubling many bytes in few; α, W, n and S say which costs less.",
     section="Rounds and passes: the cost of every all-reduce",
-    line="The crossover is the latency that the ring adds over the seconds that it saves on each byte, and 0 where it "
-    "adds none.",
+    line="Compute both times, and where the ring's is larger swap the whole array with rank ^ 1, rank ^ 2, rank ^ 4 and so "
+    "on, adding what comes.",
 )
-def choose_algorithm(answer: Callable[..., Mapping[str, Any]], seed: int = 10) -> str:
-    """Judge `choose_algorithm(size, ranks, bandwidth, latency)` by hand first, then on random links and sizes."""
+def fast_all_reduce(answer: Callable[..., Any], seed: int = 10) -> str:
+    """Judge `fast_all_reduce(row, rank, ranks, exchange, latency, bandwidth)` by its sums and by the clock of its messages."""
     dice = random.Random(seed)
-    # By hand no two mistakes give the same number: a round costs 7, and all of the array 8.
-    cases = [(800, 4, 100.0, 7.0), (800, 2, 100.0, 7.0), (80, 4, 100.0, 7.0), (2**20, 100, 25e9, 5e-6)]
-    for _ in range(40):
-        ranks = dice.choice((2, 3, 5, 8, 31, 100, 1024))
-        link = {"bandwidth": 10 ** dice.uniform(7, 11), "latency": 10 ** dice.uniform(-6, -3)}
-        # Around the crossover, where a mistake changes the choice.
-        near = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link) or 2**20
-        cases.append((int(near * 10 ** dice.uniform(-2, 2)) + 1, ranks, *link.values()))
+    cases = []
+    for ranks in (4, 8, 2, 4, 8, 8, 4):
+        # The ring is the faster one from (2 rounds - ...) on: between 8 and 9 times α W for 4 and 8 ranks, never for 2.
+        latency, elements = 10 ** dice.uniform(-6, -3), dice.randint(4, 12)
+        for factor in (dice.uniform(1.5, 4), 1 / dice.uniform(1.5, 4)):
+            cases.append((ranks, round(factor * 8.5 * elements), latency, 8 * elements / latency))
     for case in cases:
-        _judge_choice(by_name(answer(*case), *_KEYS), *case)
-    return f"{len(cases)} links and sizes: both times, where they cross, and which to take."
+        _judge_speed(answer, *case)
+    return (f"{len(cases)} networks of 2, 4 and 8 ranks: few messages where latency decides, few bytes where bandwidth does, "
+            "and between them the size at which the two cost the same.")  # fmt: skip
 
 
-def _judge_choice(got: Mapping[str, Any], size: int, ranks: int, bandwidth: float, latency: float) -> None:
-    link = {"bandwidth": bandwidth, "latency": latency}
-    case = f"{size:,} bytes, {ranks} ranks, {bandwidth:.4g} bytes/s, α = {latency:.4g} s"
-    truth = {name: collective_time(full, size, ranks, **link) for name, full in _ALGORITHM.items()}
-    if close(got["ring"], truth["tree"]) and close(got["tree"], truth["ring"]) and not close(*truth.values()):
-        raise Wrong(f"`ring` has the time of the tree, and `tree` that of the ring ({case}).")
-    longest = collective_time("ring_all_reduce", ranks * math.ceil(size / ranks), ranks, **link)  # in whole bytes
-    for name, right in truth.items():
-        if not close(got[name], right) and not (name == "ring" and close(got[name], longest)):
-            _explain_time(name, float(got[name]), right, size, ranks, bandwidth, latency, case)
-    cross = crossover("tree_all_reduce", "ring_all_reduce", ranks, **link)
-    refuse(case, ("`crossover` is a number of bytes, 0 where the ring is always faster, and here it is None",
-                  got["crossover"] is None))  # fmt: skip
-    if not _near(got["crossover"], cross):
-        _explain_crossover(float(got["crossover"]), cross, ranks, bandwidth, latency, case)
-    best = min(truth, key=lambda name: float(got[name]))
-    if not isinstance(got["best"], str) or got["best"] not in truth:
-        raise Wrong(f"`best` is the word 'ring' or 'tree', and here it is {got['best']!r}.")
-    slower = got["best"] != best and not close(truth["ring"], truth["tree"])
-    refuse(case, (f"The {best} takes less time here, so `best` is {best!r}", slower))
-
-
-def _explain_crossover(got: float, cross: float, ranks: int, bandwidth: float, latency: float, case: str) -> NoReturn:
-    first = f"On {ranks} ranks the ring takes no more rounds than the tree and sends less: it wins from the first byte"
-    refuse(case, (f"{first}, so the crossover is 0", cross == 0))
-    slips = [
-        ("This is where the ring's own latencies equal its own bytes, which says nothing about the tree", ranks * latency * bandwidth),
-        ("The sign is turned round: what the ring adds in latency is positive, and what it saves in bytes too", -cross),
-        ("These are seconds a byte; the crossover is a size, so W belongs above the line", cross / bandwidth),
-        ("This is in KiB; the size is asked in bytes", cross / 1024),
-        ("This is in MiB; the size is asked in bytes", cross / 2**20),
-    ]  # fmt: skip
-    recognize(got, case, [(f"{sentence}. The times cross at {cross:,.1f} bytes", value) for sentence, value in slips])
-    raise Wrong(f"The times cross where the latencies that the ring adds equal the bytes that it saves, at {cross:,.1f} "
-                f"bytes and not at {got:,.1f} ({case}).")  # fmt: skip
-
-
-def _explain_time(
-    name: str, got: float, right: float, size: int, ranks: int, bandwidth: float, latency: float, case: str
-) -> NoReturn:
-    levels = math.ceil(math.log2(ranks))
-    rounds = 2 * (ranks - 1) if name == "ring" else 2 * levels
-    passes = 2 * (ranks - 1) / ranks if name == "ring" else 2 * levels
-    real, lower = 2 * math.log2(ranks), 2 * math.floor(math.log2(ranks))
-    each, cut = "Each round waits for the one before it, so their latencies add up", "A tree does not cut the array"
-    slips = [  # with the rounds and the passes that are counted
-        ("The latencies are missing: every round waits for one, and its bytes come on top", 0, passes),
-        ("The bytes are missing: every round takes its latency and then its bytes over W", rounds, 0),
-        ("An all-reduce has two halves, and this is one of them", rounds / 2, passes / 2),
-        (each, 2, passes),
-        (each, 1, passes),
-        ("W counts bytes a second, so the size stays in bytes, not in bits", rounds, 8 * passes),
-        ("W counts bytes a second, so it needs no division by 8", rounds, passes / 8),
-    ]
-    slips += {
-        "ring": [
-            ("In a step a rank sends one chunk of S/n bytes, not the whole array", rounds, rounds),
-            ("A rank has one chunk in n already: it sends 2(n-1)/n of the array, not twice all of it", rounds, 2),
-            ("A chunk that starts on one rank needs n - 1 steps to reach the last one, not n", 2 * ranks, 2),
-        ],
-        "tree": [
-            (f"{cut}: every round carries all S bytes", rounds, 2 * (ranks - 1) / ranks),
-            ("A tree may pass chunks on as they come, as NCCL's do; here every round carries all S bytes", rounds, 2),
-            ("Rounds are whole: on 5 ranks a tree has 3 levels", real, real),
-            ("Rounds are rounded up: on 5 ranks a tree has 3 levels", lower, lower),
-        ],
-    }[name]
-    times = [(sentence, count * latency + share * size / bandwidth) for sentence, count, share in slips
-             if (count, share) != (rounds, passes)]  # fmt: skip
-    times += [
-        (f"These are {unit}; seconds are asked", of * right)
-        for unit, of in (("milliseconds", 1e3), ("microseconds", 1e6))
-    ]
-    recognize(got, case, [(f"{sentence}. This is about the {name}", value) for sentence, value in times])
-    raise Wrong(f"The {name} takes {rounds} rounds of α and sends {passes:.3f} times the array, {right:.6g} s, and here it "
-                f"takes {got:.6g} s ({case}).")  # fmt: skip
-
-
-# --- which axis goes inside the host ------------------------------------------------------------------------
-
-Axes = Mapping[str, tuple[int, str, float]]
-
-#: An order of axes, and the case that it is for.
-Placed = tuple[tuple[str, ...], Axes, int]
-
-#: What a rank of an all-reduce sends of its payload.
-_Share = Callable[[int], float]
-
-
-def _ring_share(size: int) -> float:
-    return 2 * (size - 1) / size
-
-
-def _by_host(
-    order: Sequence[str],
-    axes: Axes,
-    per_host: int,
-    *,
-    share: _Share = _ring_share,
-    back: bool = True,
-    crossing_only: bool = True,
-    dealt: bool = False,
-    ends: bool = True,
-    each_rank: bool = False,
-) -> list[float]:
-    """Return the bytes that leave each host in a step.
-
-    Args:
-        share: Of the payload, what a rank of an all-reduce sends.
-        back: Whether stages send gradients back as well.
-        crossing_only: Whether only what leaves a host counts.
-        dealt: Whether ranks go to the hosts in turns, and not in blocks.
-        ends: Whether the first and the last stage have one neighbour only.
-        each_rank: Whether the bytes of each rank are returned, and not those of each host.
-    """
-    sizes = [axes[name][0] for name in order]
-    ranks = math.prod(sizes)
-    hosts = ranks // per_host
-    out = [0.0] * (ranks if each_rank else hosts)
-
-    def host(rank: int) -> int:
-        return rank % hosts if dealt else rank // per_host
-
-    for i, name in enumerate(order):
-        stride = math.prod(sizes[:i])
-        size, kind, payload = axes[name]
-        for rank in range(ranks):
-            place = rank // stride % size
-            right, left = (rank + ((place + step) % size - place) * stride for step in (1, -1))
-            sends = [(right, share(size) * payload)] if kind == "all_reduce" else []
-            if kind == "stages":
-                forth, comes_back = not ends or place < size - 1, back and (not ends or place > 0)
-                sends = [(right, payload)] * forth + [(left, payload)] * comes_back
-            for target, count in sends:
-                if host(target) != host(rank) or not crossing_only:
-                    out[rank if each_rank else host(rank)] += count
-    return out
-
-
-@check(
-    idea="The order of the axes decides which messages cross from host to host, so count them for every order.",
-    section="The axis that goes inside a host",
-    line="For every rank, find its neighbours on each axis by that axis's stride, and add what it sends if the neighbour's "
-    "number divided by the ranks of a host is another one.",
-)
-def place(answer: Callable[..., tuple[Sequence[str], float]], seed: int = 101) -> str:
-    """Judge `place(axes, ranks_per_host)` on a few hosts by hand, then on random axes and hosts."""
-    dice = random.Random(seed)
-    cases: list[tuple[Axes, int]] = [
-        ({"dp": (5, "all_reduce", 80e6), "tp": (3, "all_reduce", 500e6)}, 3),
-        ({"tp": (2, "all_reduce", 20e6), "dp": (2, "all_reduce", 80e6)}, 2),
-        ({"tp": (2, "all_reduce", 64e6), "pp": (2, "stages", 4e6)}, 2),
-        ({"pp": (4, "stages", 70e6), "dp": (2, "all_reduce", 100e6)}, 4),
-        ({"pp": (3, "stages", 10e6), "tp": (2, "all_reduce", 64e6)}, 2),
-        ({"dp": (4, "all_reduce", 24e6), "pp": (2, "stages", 90e6)}, 4),
-        # Orders that turn the given one round and round miss the best of this one.
-        ({"tp": (2, "all_reduce", 10e6), "pp": (3, "stages", 60e6), "dp": (2, "all_reduce", 100e6)}, 4),
-    ]
-    while len(cases) < 30:
-        axes = {
-            name: (dice.choice((2, 2, 3, 4)), kind, float(dice.randint(1, 400) * 10**6))
-            for name, kind in (("tp", "all_reduce"), ("pp", "stages"), ("dp", "all_reduce"))
-            if name == "dp" or dice.random() < 0.8
-        }
-        ranks = math.prod(size for size, _, _ in axes.values())
-        hosts = [g for g in (2, 3, 4, 6, 8) if ranks % g == 0 and g < ranks]
-        if len(axes) > 1 and hosts:
-            cases.append((axes, dice.choice(hosts)))
-    passed: list[Placed] = []
-    for axes, per_host in cases:
-        told = [f"{name} {size} ({kind} {payload / 1e6:.0f} MB)" for name, (size, kind, payload) in axes.items()]
-        case = f"{', '.join(told)}, {per_host} ranks a host"
-        passed.append(_judge_place(answer(dict(axes), per_host), axes, per_host, case, passed))
-    return f"{len(cases)} clusters: the order that sends least out of a host, and how much that is."
-
-
-def _judge_place(got: Any, axes: Axes, per_host: int, case: str, passed: Sequence[Placed]) -> Placed:
-    otherwise = "Return a pair: the names of all axes, innermost first, and the bytes that leave the busiest host."
-    names, count = pair(got, otherwise)
-    refuse(
-        "",
-        ("The order of the axes comes first, and then the bytes that leave the busiest host",
-         hasattr(names, "__float__") and getattr(names, "ndim", 0) == 0),
-        ("A set has no order: return the names of the axes in a tuple or a list, innermost first",
-         isinstance(names, Set) and not isinstance(names, KeysView)),
-    )  # fmt: skip
-    order = tuple(map(str, names)) if hasattr(names, "__iter__") and not isinstance(names, str) else ()
-    if sorted(order) != sorted(axes):
-        raise Wrong(otherwise)
-    every = {names: max(_by_host(names, axes, per_host)) for names in itertools.permutations(axes)}
-    best = min(every, key=every.get)
-    mine, least, turned = every[order], every[best], every[order[::-1]]
-    if not close(mine, least):
-        one_way = max(_by_host(order, axes, per_host, back=False))
+def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: float, bandwidth: float) -> None:
+    units = torch.arange(1, numel + 1, dtype=torch.float64)
+    rows = [16.0**rank * units for rank in range(ranks)]
+    world = World(ranks, latency, bandwidth)
+    world.run(lambda rank, exchange: answer(rows[rank], rank, ranks, exchange, latency, bandwidth))
+    case = f"{ranks} ranks, {8 * numel} bytes, α = {latency:.2g} s, W = {bandwidth:.2g} bytes/s"
+    counts = [_digits(value, ranks, 16) for row in rows for value in (row / units).tolist()]
+    if any(not torch.equal(row, sum(16**rank for rank in range(ranks)) * units) for row in rows):
         refuse(
             case,
-            ("Stages send activations on and gradients back", close(count, one_way) and not close(mine, one_way)),
-            ("These bytes belong to the order read from its end: the innermost axis, whose groups are neighbouring ranks, "
-             "comes first", _near(count, turned) and close(turned, least)),
-            (f"With {' inside '.join(order)} {mine / 1e6:.0f} MB leave a host, with {' inside '.join(best)} {least / 1e6:.0f} "
-             "MB: count the bytes of every order", True),
+            ("`row` is unchanged: add what arrives to `row` itself, and return nothing", all(sum(each) == 1 for each in counts)),
+            ("Some numbers are added twice: partners swap all they have, and in each round a rank has another partner",
+             any(max(each) > 1 for each in counts)),
+            ("Some ranks' numbers are missing in the sums: after k rounds of doubling a rank has the numbers of 2^k", True),
         )  # fmt: skip
-    if not _near(count, mine):
-        _explain_bytes(float(count), (order, axes, per_host), passed, case)
-    return order, axes, per_host
+    # In whole elements; a ring's steps wait for the longest chunk.
+    longest, link = math.ceil(numel / ranks), {"bandwidth": bandwidth, "latency": latency}
+    ring = collective_time("ring_all_reduce", 8 * longest * ranks, ranks, **link)
+    doubling = collective_time("recursive_doubling_all_reduce", 8 * numel, ranks, **link)
+    steps, rounds, took = 2 * (ranks - 1), ranks.bit_length() - 1, max(world.clock)
+    slow, messages = took > 1.02 * min(ring, doubling), sum(m.source == 0 for m in world.messages)
+    refuse(
+        f"{case}: {took:.3g} s, where {min(ring, doubling):.3g} s are enough",
+        (f"Here latency decides: this pays α {messages} times, where {rounds} would do", slow and messages >= steps > rounds and doubling < ring),
+        (f"Here bandwidth decides: each of {rounds} rounds carries the whole array, where a ring sends {steps / ranks:g} times "
+         "the array in all", slow and messages == rounds and ring < doubling),
+        ("Neither the ring nor doubling takes so long: who waits for whom, and how much does each message carry", slow),
+    )  # fmt: skip
 
 
-def _slips(order: tuple[str, ...], axes: Axes, per_host: int) -> dict[str, float]:
-    """Return what each mistake makes of the bytes."""
-    hosts = _by_host(order, axes, per_host)
-    ranks = math.prod(size for size, _, _ in axes.values())
-    units = ("MB", 1e6), ("MiB", 2**20), ("GB", 1e9)
+# --- DDP's hook for several hosts ---------------------------------------------------------------------------
 
-    def busiest(**otherwise: Any) -> float:
-        return max(_by_host(order, axes, per_host, **otherwise))
-
-    return {
-        "messages that stay inside a host do not leave it": busiest(crossing_only=False),
-        "stages send activations forward and gradients back": busiest(back=False),
-        "this is what all hosts send together: each has a link of its own": sum(hosts),
-        "this is the mean over the hosts: the busiest one is what all wait for": sum(hosts) / len(hosts),
-        "this is the host that sends least": min(hosts),
-        "rank r is on host r // ranks_per_host: neighbouring ranks share a host": busiest(dealt=True),
-        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it once": busiest(share=lambda size: 1),
-        "a rank of an all-reduce sends 2(n-1)/n of its payload, not all of it twice": busiest(share=lambda size: 2),
-        "in a step of the ring a chunk of payload / n leaves, not all": busiest(share=lambda size: 2 * (size - 1)),
-        "an all-reduce has two halves, 2(n-1)/n of the payload in all": busiest(share=lambda size: (size - 1) / size),
-        "n is the size of the axis, not the number of all ranks": busiest(share=lambda _: _ring_share(ranks)),
-        "the first and the last stage have one neighbour only: a pipeline is no ring": busiest(ends=False),
-        "this is what one rank sends: the ranks of a host share its link": busiest(each_rank=True),
-        "what arrives at a host is counted as well, and only what leaves is asked": 2 * max(hosts),
-        **{f"the bytes are asked, and these are {unit}": max(hosts) / of for unit, of in units},
-    }
+_SIZES = (7, 12, 5, 9)  # of the parameters; in buckets of 33, 14 and 19, which 2 and 3 and 6 do not divide
 
 
-def _explain_bytes(got: float, case: Placed, passed: Sequence[Placed], text: str) -> None:
-    if not math.isfinite(got):
-        raise Wrong(f"The order is right, but the bytes should be a number, and are {got} ({text}).")
-    found = [sentence for sentence, value in _slips(*case).items() if close(got, value)]
-    # A mistake that would have shown in an earlier case is not made; of those left several may give the same number.
-    for earlier in passed if len(found) > 1 else ():
-        right, slips = max(_by_host(*earlier)), _slips(*earlier)
-        found = [sentence for sentence in found if close(slips[sentence], right)]
-    if found:
-        raise Wrong(f"The order is right, but {', or '.join(found)} ({text}).")
-    raise Wrong(f"The order is right, but {max(_by_host(*case)) / 1e6:.1f} MB leave the busiest host and not "
-                f"{got / 1e6:.1f}, by no mistake that the check knows ({text}).")  # fmt: skip
+class _Weights(nn.Module):
+    """A model whose gradient of element k is k + 1 times the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.zeros(size, dtype=torch.float64) for size in _SIZES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((row * torch.arange(1, len(row) + 1) * x).sum() for row in self.rows)
+
+
+class _Hooked(NamedTuple):
+    """What a rank saw of a hook in three steps of DDP."""
+
+    gradients: list[list[float]]  # of each step, the sum over ranks in each element's unit
+    events: list[CommEvent]
+    buckets: list[int]  # elements
+    groups: list[int]  # before the first step, and after each
+    borrowed: bool
+
+
+def _hook_rank(answer: Callable[..., Any], per_host: int) -> _Hooked:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    hook, problem, events, buckets = answer(per_host), [], [], []
+    if not callable(hook):
+        raise Wrong(f"make_hook returns a function hook(state, bucket), and here it returns {type(hook).__name__}.")
+
+    def watched(bucket: dist.GradBucket) -> Any:
+        buckets.append(bucket.buffer().numel())
+        with record_comms() as log:
+            future = hook(None, bucket)
+        events.extend(log.events)
+        if not hasattr(future, "then"):
+            problem.append(type(future).__name__)
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(_Weights(), bucket_cap_mb=1e-4)
+    model.register_comm_hook(None, lambda _, bucket: watched(bucket))
+    gradients, groups = [], [get_pg_count()]
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.tensor(float(_BASE) ** rank, dtype=torch.float64)).backward()
+        of_units = [row.grad / torch.arange(1, len(row) + 1) for row in model.module.rows]
+        gradients.append((ranks * torch.cat(of_units)).tolist())
+        groups.append(get_pg_count())
+    if problem:
+        raise Wrong(
+            f"A hook returns a torch.futures.Future that holds the bucket's mean, and here it returns {problem[0]}."
+        )
+    borrowed = any("toys.collectives" in name for name in getattr(answer, "called", ()))
+    return _Hooked(gradients, events, buckets, groups, borrowed)
+
+
+@check(
+    kind="work",
+    idea="Numbers of one host can be added up before they leave it, and each rank of a host can carry a part of the sum.",
+    section="The hierarchical all-reduce: through all NICs of a node",
+    line="Pad the bucket, reduce-scatter it over the ranks of the host, all-reduce the chunk over the ranks with this place "
+    "on all hosts, all-gather over the host, and divide by all ranks.",
+)
+def make_hook(answer: Callable[..., Any]) -> str:
+    """Judge `make_hook(ranks_per_host)` in DDP on real ranks: its means, what crosses between hosts, and through whom."""
+    for ranks, per_host in ((4, 2), (6, 3), (6, 2)):
+        results = on_ranks(_hook_rank, ranks, answer, per_host)
+        case = f"{ranks // per_host} hosts of {per_host} ranks"
+        _judge_means(results, ranks, per_host, case)
+        _judge_crossing(results, ranks, per_host, case)
+    return ("DDP on 4 and on 6 ranks: one mean, and what leaves a host is 2(m-1)/m of the gradients, an equal part from each of "
+            "its ranks.")  # fmt: skip
+
+
+def _judge_means(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
+    whole_sum = sum(_BASE**rank for rank in range(ranks))
+    values = [(rank, value) for rank, result in enumerate(results) for step in result.gradients for value in step]
+    own = [(rank, [r for r, n in enumerate(_digits(value, ranks)) if n]) for rank, value in values]
+
+    def hold(factor: float, rel: float = 1e-9) -> bool:
+        return all(math.isfinite(value) and close(value, factor * whole_sum, rel=rel) for _, value in values)
+
+    if hold(1):
+        return
+    hosts = ranks // per_host
+    alone = [value for _, value in values if value < 0 or not math.isfinite(value)]
+    refuse(
+        case,
+        ("These are sums, and DDP wants the mean: a hook divides by the number of all ranks itself", hold(ranks)),
+        ("The sums are divided by the ranks of a host only: the mean is over the ranks of all hosts", hold(hosts) and hosts > 1),
+        ("The sums are divided by the number of hosts only: the mean is over the ranks of all hosts", hold(per_host)),
+        ("The sums are divided twice", hold(1 / ranks) or hold(1 / hosts) or hold(1 / per_host)),
+        ("The gradients are rounded on their way: the bucket's type is to be kept", hold(1, 2e-2) or hold(ranks, 2e-2)),
+        ("Gradients are NaN or negative where all are positive: room that nobody filled was added or handed out", alone),
+        ("Each rank has its own gradient still: the Future must hold the bucket's mean",
+         all(found == [rank] for rank, found in own)),
+        ("Only the ranks of a host are added up: nothing came from the other hosts",
+         all({r // per_host for r in found} == {rank // per_host} for rank, found in own)),
+        ("Only ranks with one place on their hosts are added up: the others of the host are missing",
+         all({r % per_host for r in found} == {rank % per_host} for rank, found in own)),
+        ("Some numbers are added twice", any(max(_digits(value, ranks)) > 1 for _, value in values)),
+        (f"Some elements have the sum and others do not, in buckets of {' and '.join(map(str, sorted(set(results[0].buckets))))}: "
+         "what is left over when a bucket is cut must be summed too, and each chunk must come back to its place", True),
+    )  # fmt: skip
+
+
+def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
+    hosts = ranks // per_host
+    events = [(rank, event) for rank, result in enumerate(results) for event in result.events]
+    ops = {event.op for _, event in events}
+    # A chunk may be padded to as many elements as there are ranks, and to no more.
+    padded = 8 * sum(math.ceil(size / ranks) * ranks for size in results[0].buckets)
+    crosses, stays = [0.0] * ranks, [0.0] * ranks
+    for rank, event in events:
+        out = _out_of_the_host(event, rank, per_host)
+        crosses[rank] += out
+        stays[rank] += event.sent - out
+    least = 2 * (hosts - 1) / hosts * padded
+    of_host = [sum(crosses[first : first + per_host]) for first in range(0, ranks, per_host)]
+    flat = any(event.op == "all_reduce" and event.group_size == ranks for _, event in events)
+    several = f"leave a host, where {least:.0f} do"
+    refuse(
+        case,
+        ("The means are right, and come from `lablib`: make the groups and call the collectives of `torch.distributed` yourself",
+         any(result.borrowed for result in results)),
+        ("The means are right, but made of sends and receives: call collectives on groups, for which NCCL chooses the algorithm, "
+         "and switches that add where there are any", ops & {"send", "recv"}),
+        ("The means are right, but the recorder saw nothing cross: finish inside the hook, in its own thread, before it returns",
+         max(crosses) == 0),
+        (f"The means are right, but one all-reduce over all ranks knows no hosts: {max(of_host):.0f} bytes {several}, and through "
+         "one rank each", flat),
+        (f"The means are right, but {max(of_host):.0f} bytes {several}: first add up inside a host, and let each rank send its "
+         "chunk of the sum only", max(of_host) > 1.01 * least),
+        (f"The means are right, but one rank of a host sends {max(crosses):.0f} bytes to others, where {least / per_host:.0f} from "
+         "each would do: its NIC carries everything, and the others idle", max(crosses) > 1.01 * least / per_host),
+        (f"The means are right and few bytes cross, but inside a host a rank sends {max(stays):.0f} bytes where "
+         f"{2 * (per_host - 1) / per_host * padded:.0f} do: before crossing a rank needs its chunk of the sum, not all of it",
+         max(stays) > 1.01 * 2 * (per_host - 1) / per_host * padded),
+        (f"The hook makes {results[0].groups[-1] - results[0].groups[1]} groups more in two steps: a group is made once, by all "
+         "ranks in the same order, because each has connections and threads of its own",
+         any(result.groups[-1] > result.groups[1] for result in results)),
+    )  # fmt: skip
+
+
+def _out_of_the_host(event: CommEvent, rank: int, per_host: int) -> float:
+    """Return the bytes that a rank sends to other hosts if rings carry the collectives, in the order of their ranks."""
+    hosts = [other // per_host for other in event.ranks]
+    place = event.ranks.index(rank)
+    if event.op == "all_to_all":
+        others = len(hosts) - 1
+        return event.sent * sum(host != hosts[place] for host in hosts) / others if others else 0.0
+    return event.sent * (hosts[(place + 1) % len(hosts)] != hosts[place])
+
+
+# --- a job with a fault -------------------------------------------------------------------------------------
+
+_WIDTH, _LAYERS, _RANKS = 6, 5, 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job on four ranks, with a fault or without; in one process it trains on the batches of all four.
+
+    Attributes:
+        steps: How many steps it has.
+    """
+
+    seed: int
+    steps: int = 6
+
+    def model(self) -> nn.Sequential:
+        """Return the model as it is before the first step: layers of one shape."""
+        generator = torch.Generator().manual_seed(self.seed)
+        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)))
+        for p in model.parameters():
+            nn.init.normal_(p, std=_WIDTH**-0.5, generator=generator)
+        return model
+
+    def step(self, model: nn.Module, step: int) -> float:
+        """Take one step: forward, backward, the mean of the gradients by `dist.all_reduce`, update. Return the loss."""
+        x, y = torch.randn(2, 4 * _RANKS, _WIDTH, generator=torch.Generator().manual_seed(100 * self.seed + step))
+        if dist.is_initialized():
+            x, y = (part.chunk(_RANKS)[dist.get_rank()] for part in (x, y))
+        loss = (model(x) - y).square().mean()
+        kept = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        loss.backward()
+        if dist.is_initialized():
+            self._average(list(model.parameters()), kept, step)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        return loss.item()
+
+    def _average(self, params: list[nn.Parameter], kept: list[Tensor], step: int) -> None:
+        kind, rank, when, layers = _fault(self.seed, self.steps)
+        here = (rank, when) == (dist.get_rank(), step)
+        order, early = list(range(_LAYERS))[::-1], {}
+        if here and kind == "order":
+            a, b = map(order.index, layers)
+            order[a], order[b] = order[b], order[a]
+        if here and kind == "before wait":
+            early = {i: params[i].grad.clone() for i in layers}
+        if here and kind == "last step":
+            for i in layers:
+                params[i].grad = kept[i].clone()
+        works = [dist.all_reduce(params[i].grad, async_op=True) for i in order]
+        for work in works:
+            work.wait()
+        for i, p in enumerate(params):
+            p.grad = early.get(i, p.grad) / _RANKS
+
+
+def _fault(seed: int, steps: int) -> tuple[str, int, int, list[int]]:
+    """Return what is wrong with a job, and the rank, the step and the layers."""
+    dice = random.Random(f"rung 10, {seed}")
+    kind = ("order", "last step", "before wait", "")[seed % 4]
+    layers = dice.sample(range(_LAYERS), 2 if kind == "order" else 1)
+    return kind, dice.randrange(_RANKS), dice.randrange(2, steps), sorted(layers)
+
+
+def told(job: Job) -> tuple[int, str]:
+    """Return in which step something was wrong with a job, and what."""
+    kind, rank, step, layers = _fault(job.seed, job.steps)
+    names = " and ".join(f"{i}.weight" for i in layers)
+    return step, {
+        "order": f"rank {rank} summed {names} in the other order than the others",
+        "last step": f"rank {rank} put the gradient of the step before into the sum of {names}",
+        "before wait": f"rank {rank} took {names} before its sum had come",
+        "": "nothing",
+    }[kind]
+
+
+def _find_on_a_rank(answer: Callable[[Job], Any], jobs: list[Job]) -> list[Any]:
+    found, sums = [], dist.all_reduce
+    for job in jobs:
+        try:
+            found.append(answer(job))
+        finally:
+            dist.all_reduce = sums  # an answer may have put its own in its place
+    if any(name.endswith(("rung10.told", "rung10._fault")) for name in getattr(answer, "called", ())):
+        raise Wrong("That asks the check. At work nobody knows: find it by what the ranks do.")
+    return found
+
+
+@check(
+    kind="fault",
+    idea="After a step all ranks hold the mean of what each of them computed; what goes into a sum and what comes out of it "
+    "can both be seen.",
+    section="What breaks in practice: hangs, wrong interfaces, slow links",
+    line="Keep each layer's gradient in a hook, put a function of yours in the place of dist.all_reduce that says which of them "
+    "it is given, and compare both that and the gradients after the step over all ranks.",
+)
+def find_fault(answer: Callable[[Job], Any], seed: int = 3) -> str:
+    """Judge `find_fault(job)`, which runs on each of four ranks, on six jobs: step, rank and layers, or None."""
+    dice = random.Random(f"jobs {seed}")
+    jobs = [Job(4 * dice.randrange(10**6) + kind) for kind in (0, 1, 2, 3, 0, 1)]
+    dice.shuffle(jobs)
+    by_rank = on_ranks(_find_on_a_rank, _RANKS, answer, jobs)
+    for number, (job, said) in enumerate(zip(jobs, zip(*by_rank, strict=True), strict=True), 1):
+        read = [_said(one) for one in said]
+        case = f"job {number} of {len(jobs)}"
+        if any(one != read[0] for one in read):
+            raise Wrong(
+                f"The ranks answer differently: let them tell each other what they saw, as all_gather_object does ({case})."
+            )
+        _judge_finding(read[0], job, case)
+    return ("Six jobs. In two of them a rank summed two layers of one shape in the other order: operation, bytes and group of every "
+            "call agree, so the flight recorder and TORCH_DISTRIBUTED_DEBUG=DETAIL find nothing, and numbers of two layers are added "
+            "up. It happens where calls follow a set of names, whose order differs from process to process. In two a buffer still "
+            "held the step before, in one it was read before wait, and one was healthy.")  # fmt: skip
+
+
+def _said(got: Any) -> tuple[int, int, set[str]] | None:
+    if got is None or got == ():
+        return None
+    otherwise = "Return step, rank and the names of the layers whose mean is wrong, or None."
+    found = by_name(got, "step", "rank", "layers", otherwise=otherwise)
+    names = [f"{i}.weight" for i in range(_LAYERS)]
+    return whole(found["step"]), whole(found["rank"]), chosen(found["layers"], names, otherwise)
+
+
+def _judge_finding(said: tuple[int, int, set[str]] | None, job: Job, case: str) -> None:
+    kind, rank, step, layers = _fault(job.seed, job.steps)
+    names = {f"{i}.weight" for i in layers}
+    if not kind:
+        refuse(
+            case,
+            (
+                "This job is healthy: sums in another order differ in their last bits, which is no fault",
+                said is not None,
+            ),
+        )
+        return
+    refuse(case, ("This job is not healthy, though every rank calls the same operations with as many bytes on the same group: look "
+                  "at the numbers that go in and that come out", said is None))  # fmt: skip
+    assert said is not None
+    refuse(
+        case,
+        (f"Step {said[0]} is as it should be: sums in another order differ in their last bits, which is no fault", said[0] < step),
+        (f"Something is wrong before step {said[0]}: afterwards all weights differ, and the first step is asked", said[0] > step),
+        (f"The step is right, but the layers are not: of {', '.join(sorted(said[2]))} not each has a wrong mean there, or one is "
+         "missing", said[2] != names),
+        (f"Step and layers are right, but rank {said[1]} does what the others do: a wrong mean on all ranks says that a wrong number "
+         "went in, and not from whom", said[1] != rank),
+    )  # fmt: skip

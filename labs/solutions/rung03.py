@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lablib.toys.torch_names import all_gather, reduce_scatter
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 
 def enter_columns(x, group):
@@ -54,52 +60,6 @@ def split_mlp(x, up, up_bias, down, down_bias, group):
     return leave_rows(F.linear(inner, down[:, mine]), group) + down_bias
 
 
-def gather_tokens(part, group):
-    """All tokens; backward sums gradients over ranks and keeps its own."""
-    t = group.size()
-
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, part):
-            stacked = part.new_empty(t * len(part), *part.shape[1:])
-            all_gather(stacked, part.contiguous(), group=group)
-            return torch.cat(
-                stacked.chunk(t), dim=1
-            )  # the collective stacks along dim 0
-
-        @staticmethod
-        def backward(ctx, grad):
-            pieces = torch.cat(grad.chunk(t, dim=1))
-            mine = torch.empty_like(pieces.chunk(t)[0])
-            reduce_scatter(mine, pieces, group=group)
-            return mine
-
-    return Gather.apply(part)
-
-
-def scatter_tokens(partial, group):
-    """This rank's tokens of the sum; backward gathers all gradients."""
-    t = group.size()
-
-    class Scatter(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, partial):
-            pieces = torch.cat(
-                partial.chunk(t, dim=1)
-            )  # the collective cuts along dim 0
-            mine = torch.empty_like(pieces.chunk(t)[0])
-            reduce_scatter(mine, pieces, group=group)
-            return mine
-
-        @staticmethod
-        def backward(ctx, grad):
-            stacked = grad.new_empty(t * len(grad), *grad.shape[1:])
-            all_gather(stacked, grad.contiguous(), group=group)
-            return torch.cat(stacked.chunk(t), dim=1)
-
-    return Scatter.apply(partial)
-
-
 def split_qkv(num_heads, num_kv_heads, head_dim, tp):
     """Whole query heads in order, the key heads they read, and who sums."""
     if num_heads % tp:
@@ -125,13 +85,66 @@ def split_qkv(num_heads, num_kv_heads, head_dim, tp):
     return ranks
 
 
-def cross_entropy(logits, targets, first, group):
-    """A maximum, a sum of exponentials, the target's logit: all reduced."""
-    highest = logits.detach().amax(-1)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    shifted = logits - highest.unsqueeze(-1)
-    total = leave_rows(shifted.exp().sum(-1), group)
-    mine = (targets >= first) & (targets < first + logits.shape[-1])
-    column = (targets - first).where(mine, 0)
-    target = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1) * mine
-    return total.log() - leave_rows(target, group)
+def write_plan(model):
+    """Columns, then rows, in each half; what every rank holds is placed."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    # A half takes its input once: q, k and v, or w1 and w3, share it.
+    once = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Replicate()
+    )
+    # A norm of heads sees this rank's heads: (batch, tokens, heads, width).
+    of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    half = {
+        **dict.fromkeys(("attn", "mlp"), once),
+        **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), columns),
+        **dict.fromkeys(("attn.q_norm", "attn.k_norm"), of_heads),
+        **dict.fromkeys(("mlp.w1", "mlp.w3"), columns),
+        **dict.fromkeys(("attn.wo", "mlp.w2"), rows),
+    }
+    return {
+        "tok": RowwiseParallel(input_layouts=Replicate()),
+        "out": ColwiseParallel(use_local_output=False),
+        **{f"layers.*.{name}": style for name, style in half.items()},
+    }
+
+
+def find_fault(job, group):
+    """The first module that gets right values and hands on wrong ones."""
+    whole, mine = (
+        watch(job, model) for model in (job.whole(), job.split(group))
+    )
+    off = []
+    for (place, truth), (_, here) in zip(whole, mine, strict=True):
+        if truth.shape != here.shape:  # this rank's part of the last dim
+            truth = truth.chunk(group.size(), dim=-1)[group.rank()]
+        if (here - truth).norm() > 1e-3 * truth.norm():
+            off.append(place)
+    of_all = [None] * group.size()
+    dist.all_gather_object(of_all, off, group=group)
+    for place, _ in whole:
+        ranks = [r for r, theirs in enumerate(of_all) if place in theirs]
+        if ranks:
+            return *place, ranks
+    return None
+
+
+def watch(job, model):
+    """Outputs in the order of forward, then gradients of inputs."""
+    seen = []
+
+    def hook(name):
+        def forward(module, inputs, y):
+            seen.append(((name, "forward"), y.detach()))
+
+        def backward(module, into, out):
+            seen.append(((name, "backward"), into[0]))
+
+        return forward, backward
+
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            forward, backward = hook(name)
+            module.register_forward_hook(forward)
+            module.register_full_backward_hook(backward)
+    job.loss(model).backward()
+    return seen

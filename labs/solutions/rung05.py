@@ -5,27 +5,20 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from lablib.toys.torch_names import all_gather, reduce_scatter
+from torch.distributed.fsdp import fully_shard
 
 
-def state_bytes(params, ranks, stage):
-    """Bytes of one rank; a shard is rounded up, since padding is held too."""
-    own = -(-params // ranks)
-    return {
-        "weights": 2 * (own if stage >= 3 else params),
-        "gradients": 2 * (own if stage >= 2 else params),
-        "optimizer": 12 * (own if stage >= 1 else params),
-    }
-
-
-def zero2_step(weights, gradient, momentum, lr):
-    """The mean gradient of my shard, my update, everybody's updates."""
+def zero2_step(weights, backward, momenta, lr):
+    """The mean gradient of my pieces, my update, everybody's updates."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    mine = weights.chunk(n)[rank]
-    mean = torch.empty_like(momentum)
-    reduce_scatter(mean, gradient / n)  # divided first: a sum could overflow
-    momentum.mul_(0.9).add_(mean)
-    mine.sub_(lr * momentum)
-    all_gather(weights, mine.clone())
+    for k, gradient in backward():
+        mean = torch.empty_like(momenta[k])
+        gradient /= n  # divided first: a sum could overflow
+        reduce_scatter(mean, gradient)
+        momenta[k].mul_(0.9).add_(mean)
+    for bucket, momentum in zip(weights, momenta, strict=True):
+        mine = bucket.chunk(n)[rank] - lr * momentum
+        all_gather(bucket, mine)
 
 
 def zero3_step(layers, x, gather, release, forward, backward, scatter):
@@ -46,24 +39,63 @@ def zero3_step(layers, x, gather, release, forward, backward, scatter):
     return [shards[k] for k in range(layers)]
 
 
-def lean_muon(weights, gradients, momenta, lr, factor):
-    """Momentum to its home, every rank's rows of the factor back."""
+def train(model, steps, loss_of, adamw, budget):
+    """The lowest stage that fits, by what stays whole, and its steps."""
+    n, m = dist.get_world_size(), len(steps[0])
+    size = sum(p.nbytes for p in model.parameters())
+    held = {1: 2 + 2 / n, 2: 1 + 3 / n, 3: 4 / n}  # and moments of twice
+    stage = next(k for k in held if held[k] * size <= budget)
+    for block in model:
+        fully_shard(block, reshard_after_forward=stage == 3)
+    fully_shard(model)
+    optimizer = adamw(model.parameters())
+    for micro_batches in steps:
+        for i, batch in enumerate(micro_batches):
+            last = i == m - 1
+            model.set_requires_gradient_sync(last or stage > 1)
+            model.set_reshard_after_backward(last or stage == 3)
+            (loss_of(model, batch) / m).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def find_bad_shard(job):
+    """The first difference from one process, seen by whichever rank."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    rows_of_factor = {}
-    for k, momentum in enumerate(momenta):
-        momentum.mul_(0.9).add_(gradients[k])
-        home = k % n
-        rows = [torch.empty_like(momentum) for _ in range(n)]
-        dist.gather(momentum, rows if rank == home else None, home)
-        if rank == home:
-            rows_of_factor[k] = rows
-    # All momenta are home before the first factor: no home waits for another.
-    for k, rows in rows_of_factor.items():
-        rows_of_factor[k] = list(factor(torch.cat(rows)).chunk(n))
-    for k, weight in enumerate(weights):
-        mine = torch.empty_like(weight)
-        dist.scatter(mine, rows_of_factor.get(k), k % n)
-        weight.sub_(lr * mine)
+    model, alone = job.build()
+    optimizer = job.optimizer(alone.parameters())
+    named = zip(
+        model.module.parameters(), alone.named_parameters(), strict=True
+    )
+    rows = [(model.flat_of[mine], name, p) for mine, (name, p) in named]
+
+    def same(a, b):
+        return torch.allclose(a, b, atol=1e-9)
+
+    for step in range(job.steps):
+        samples = job.batch(step)
+        model.backward(job.loss(model, samples.chunk(n)[rank]))
+        optimizer.zero_grad()
+        job.loss(alone, samples).backward()
+        seen = []  # part of the step, rank, name
+        for flat, name, p in rows:
+            if not same(flat.sharded_grad, job.pieces(flat, p.grad)[rank]):
+                seen.append((0, rank, name))
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm)
+        optimizer.step()
+        model.step(job.max_norm)
+        for flat, name, p in rows:
+            for r, right in enumerate(job.pieces(flat, p)):
+                if not same(flat.full.chunk(n)[r], right):
+                    seen.append((1 if r == rank else 2, r, name))
+        everybody = [None] * n
+        dist.all_gather_object(everybody, seen)
+        every = [each for found in everybody for each in found]
+        if every:
+            part, who, name = min(every)
+            parts = "reduce-scatter", "update", "all-gather"
+            return who, name, parts[part]
+    return None
 
 
 def zero_tradeoffs(params, ranks, sequences, activations, budget):
@@ -91,27 +123,3 @@ def zero_tradeoffs(params, ranks, sequences, activations, budget):
         "sent": sent,
         "best": best,
     }
-
-
-def moments_recipe(shapes, ranks, budget, step, diverges):
-    """Tensor by tensor, what rank 0 holds of both moments."""
-    shards = [-(-rows // ranks) * columns for rows, columns in shapes]
-    held = {}
-    for states, bits, block in (
-        ("fp32", 32, 1),
-        ("8bit", 8, 256),
-        ("4bit", 4, 128),
-    ):
-        held[states] = 0
-        for n in shards:
-            if states != "fp32" and n >= 4096 and n % block == 0:
-                held[states] += 2 * (n * bits // 8 + 4 * (n // block))
-            else:
-                held[states] += 2 * 4 * n
-    best = None
-    for states in ("fp32", "8bit", "4bit"):  # most bits first
-        temporary = 0 if states == "fp32" else step * max(shards)
-        if states not in diverges and held[states] + temporary <= budget:
-            best = states
-            break
-    return {"held": held, "best": best}

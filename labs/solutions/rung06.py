@@ -2,51 +2,67 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
-def count_collectives(root, units, reshard, micro_batches, sync_every):
-    """Messages and values of one optimizer step: the root is gathered once a pass, a freed unit twice."""
-    gathers = 1 + len(units) * (2 if reshard else 1)
-    gathered = root + sum(units) * (2 if reshard else 1)
-    reductions = micro_batches if sync_every else 1
-    return {
-        "all_gathers": micro_batches * gathers,
-        "reduce_scatters": reductions * (1 + len(units)),
-        "gathered": micro_batches * gathered,
-        "reduced": reductions * (root + sum(units)),
-    }
-
-
-def units_by_size(model, least):
-    """Walk the tree bottom-up; a module with `least` parameters that are in no unit yet becomes one."""
-    units = []
-    homes = {}  # by parameter, the names of the modules that have it: more than one if it is tied
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            homes.setdefault(parameter, []).append(f"{name}.")
-
-    def open_parameters(name, module):
-        found = set(
-            module.parameters(recurse=False)
-        )  # a tied one counts once
-        for child_name, child in module.named_children():
-            found |= open_parameters(
-                f"{name}.{child_name}".lstrip("."), child
-            )
-        # A parameter belongs to one unit: with its other half elsewhere it stays open.
-        whole = all(
-            home.startswith(f"{name}.") for p in found for home in homes[p]
+def apply_fsdp(model, mesh, most, fp32):
+    """Shard the largest modules that fit, from the inside out; the root takes the rest."""
+    bf16 = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    for name in fp32:  # first: the unit around it would take it
+        full = MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=torch.float32
         )
-        count = sum(p.numel() for p in found)
-        container = isinstance(module, nn.ModuleList)
-        if name and whole and count >= least and not container:
-            units.append(name)
-            return set()
-        return found
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=full)
+    owners = [
+        id(p) for m in model.modules() for p in m.parameters(recurse=False)
+    ]
 
-    open_parameters("", model)
-    return units
+    def wrap(around):
+        for child in around.children():
+            values = list(child.parameters())
+            size = 2 * sum(p.numel() for p in values)
+            no_forward = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if no_forward or size > most:
+                wrap(child)
+            tied = any(owners.count(id(p)) > 1 for p in values)
+            # Small ones, such as norms, stay with the unit around them.
+            if not no_forward and not tied and size > most / 10:
+                fully_shard(child, mesh=mesh, mp_policy=bf16)
+
+    wrap(model)
+    fully_shard(model, mesh=mesh, mp_policy=bf16, reshard_after_forward=False)
+
+
+def find_fault(job):
+    """Take a step, and ask each block whether its weights are fresh, have moved, and are the replicas'."""
+
+    def rows(block):
+        mine = [p.detach().to_local().flatten() for p in block.parameters()]
+        return torch.cat(mine)
+
+    model, optimizer = job.start()
+    starts = [rows(block) for block in model.blocks]
+    job.step(model, optimizer, 0)
+    found = None
+    for i, block in enumerate(model.blocks):
+        gathered = not isinstance(next(block.parameters()), DTensor)
+        block.reshard()
+        mine = rows(block)
+        ranks = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(ranks, mine)
+        # Ranks 0 and 2 have the same rows, and so have 1 and 3.
+        alike = all(torch.equal(ranks[r], ranks[r + 2]) for r in (0, 1))
+        still = torch.equal(mine, starts[i])
+        if gathered or still or not alike:
+            what = "stale" if gathered else "still" if still else "apart"
+            found = {"unit": f"blocks.{i}", "what": what}
+    return found
 
 
 def write_checkpoint(disk, rank, ranks, step, state, barrier):
@@ -63,21 +79,34 @@ def write_checkpoint(disk, rank, ranks, step, state, barrier):
 
 
 def choose_wrapping(parts, tied, budget, price):
-    """Try each wrapping that a reason speaks for, and take the fastest that fits."""
+    """Begin with the rule; what it holds and takes says which to try next."""
     inner = list(parts)[1:-1]  # attention and MLP of every block
-    wrappings = [[]]  # all in the root: one collective
-    # Finer for memory, one block as the rule, several blocks where latency shows.
-    for size in [1, *range(2, len(inner) + 1, 2)]:
-        blocks = [inner[i : i + size] for i in range(0, len(inner), size)]
-        wrappings.append(blocks)
-        if (
+    best, least = None, float("inf")
+
+    def better(size, reshard):
+        """Price units of so many parts: no more than the budget, and faster?"""
+        nonlocal best, least
+        units = [inner[i : i + size] for i in range(0, len(inner), size)]
+        if size > len(inner):
+            units = []  # all of it in the root: one collective
+        elif (
             not tied
         ):  # a large table is unsharded throughout, if it is the root's
-            wrappings.append([["embed"], *blocks, ["head"]])
-    best, least = None, float("inf")
-    for units in wrappings:
-        for reshard in (True, False):
-            held, seconds = price(units, reshard)
-            if held <= budget and seconds < least:
-                best, least = {"units": units, "reshard": reshard}, seconds
+            units = [["embed"], *units, ["head"]]
+        held, seconds = price(units, reshard)
+        if held > budget or seconds >= least:
+            return False
+        best, least = {"units": units, "reshard": reshard}, seconds
+        return True
+
+    if not better(2, True):  # a block a unit does not fit: finer
+        better(1, True)
+        better(1, False)
+        return best
+    freed = not better(2, False)  # room to keep saves a gather
+    size = 4
+    # Latency: coarser as long as that is faster.
+    while size <= len(inner) and better(size, freed):
+        size *= 2
+    better(len(inner) + 1, True)
     return best

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 
-def coordinates(rank, sizes):
-    """Digits of the rank's number, the first axis changing fastest."""
-    at = {}
-    for axis, size in sizes.items():
-        rank, at[axis] = divmod(rank, size)
-    return at
-
-
 def sketch(sizes, gpus_per_node):
     """Ranks that agree in every other coordinate are a group.
 
+    A rank's coordinates are the digits of its number, and the first
+    axis is the digit that changes fastest.
     An axis leaves a node if any of its groups does.
     """
     ranks = 1
@@ -23,9 +17,12 @@ def sketch(sizes, gpus_per_node):
     for axis in sizes:
         alike = {}
         for rank in range(ranks):
-            others = coordinates(rank, sizes)
-            del others[axis]
-            alike.setdefault(tuple(others.values()), []).append(rank)
+            left, others = rank, []
+            for name, size in sizes.items():
+                left, at = divmod(left, size)
+                if name != axis:
+                    others.append(at)
+            alike.setdefault(tuple(others), []).append(rank)
         groups[axis] = list(alike.values())
         for group in groups[axis]:
             nodes = {rank // gpus_per_node for rank in group}
@@ -34,15 +31,83 @@ def sketch(sizes, gpus_per_node):
     return {"groups": groups, "crossing": crossing}
 
 
-def group_traffic(layers, stream, gradients, tp, pp, dp, micro_batches):
-    """Bytes of a rank in the middle of the pipeline, on rings."""
-    passes = layers // pp * micro_batches
-    held = gradients / (tp * pp)
+def build_mesh(sizes):
+    """One world, unflattened twice: what is sharded, what is read."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    pp, replicas, shards, cp, tp = (
+        sizes[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    )
+    ranks = pp * replicas * shards * cp * tp
+    world = init_device_mesh("cpu", (ranks,), mesh_dim_names=("world",))
+    held = world._unflatten(
+        0,
+        (pp, replicas, shards * cp, tp),
+        ("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    read = world._unflatten(
+        0, (pp, replicas * shards, cp, tp), ("pp", "batch", "cp", "tp")
+    )
     return {
-        "tp": 4 * passes * 2 * (tp - 1) / tp * stream,
-        "pp": 2 * micro_batches * stream if pp > 1 else 0,
-        "dp": 2 * (dp - 1) / dp * held,
+        "pp": held["pp"],
+        "tp": held["tp"],
+        "cp": read["cp"],
+        "batch": read["batch"],
+        "hsdp": held["dp_replicate", "fsdp"],
+        "loss": read["batch", "cp"]._flatten("loss"),
+        "norm": held["pp", "fsdp", "tp"]._flatten("norm"),
     }
+
+
+def find_fault(job, mesh):
+    """Along each axis a value is a copy, or it is a part."""
+    import torch.distributed as dist
+
+    seen, axes = job.run(mesh), mesh.mesh_dim_names
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, (mesh.get_coordinate(), seen))
+    held = {}  # by what it is, and by the rank's coordinates
+    for at, theirs in of_all:
+        named = {"samples": theirs["samples"], **theirs["gradients"]}
+        for what, value in named.items():
+            held.setdefault(what, {})[at] = value.float()
+    for what, by_rank in held.items():
+        wrong = set()
+        for at, value in by_rank.items():
+            for i, axis in enumerate(axes):
+                other = by_rank.get((*at[:i], 1 - at[i], *at[i + 1 :]))
+                if other is None:
+                    continue  # the other stage has other parameters
+                near = (value - other).norm() <= 1e-4 * value.norm()
+                if bool(near) != (axis in copied(what)):
+                    wrong.add(axis)
+        if wrong:
+            return what, wrong
+
+    def norm(again=()):
+        """Of one copy of each part, or of all along these axes."""
+        squares = 0.0
+        for what in set(held) - {"samples"}:
+            once = copied(what).difference(again)
+            for at, value in held[what].items():
+                here = dict(zip(axes, at, strict=True))
+                if not any(here[axis] for axis in once):
+                    squares += value.square().sum().item()
+        return squares**0.5
+
+    for again in ((), *((axis,) for axis in axes)):
+        if abs(seen["norm"] / norm(again) - 1) < 1e-4:
+            return ("norm", set(again)) if again else None
+    return "norm", set()
+
+
+def copied(what):
+    """The axes along which ranks hold copies of it."""
+    if what == "samples":
+        return {"pp", "tp"}
+    if what == "embed":
+        return {"pp", "dp", "tp"}
+    return {"dp", "tp"} if what.endswith("scale") else {"dp"}
 
 
 def plan_cluster(case):

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from functools import partial
+
 import torch
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
-
-
-def block_bytes(
-    batch, seq, hidden, heads, kv_heads, ffn, gated, dropout, fused
-):
-    """Bytes of a block; a mask has 1 byte a value."""
-    tokens, width = batch * seq, hidden // heads
-    stream, inner = 2 * tokens * hidden, 2 * tokens * ffn
-    keys = 2 * tokens * kv_heads * width
-    norms = 2 * stream
-    # Input of the projections; q, k and v; input of the output.
-    attention = stream + (stream + 2 * keys) + stream
-    mlp = stream + (3 if gated else 2) * inner
-    masks = 2 * tokens * hidden if dropout else 0
-    pairs = heads * batch * seq * seq
-    plain = pairs * (2 + 1 + 2 if dropout else 2)
-    scores = 4 * tokens * heads if fused else plain
-    return norms + attention + scores + mlp + masks
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 
 class Forgetful(torch.autograd.Function):
@@ -53,27 +40,51 @@ def checkpoint(block, x):
     return Forgetful.apply(x, block)
 
 
-def every_second(block, x):
-    """`block(x)`; products 1, 3, 5 ... are saved, the others run again."""
-    aten = torch.ops.aten
+PRODUCTS = [
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")
+]
 
-    def contexts():
-        asked = {"forward": 0, "replay": 0}
+
+def run_saving(model, x, save=(), seen=None):
+    """Run each block under a checkpoint, and save the products named."""
+    seen = {} if seen is None else seen
+
+    def contexts(block):
+        # Some releases ask in the replay as well: count there anew.
+        asked = {False: itertools.count(), True: itertools.count()}
 
         def policy(ctx, operator, *args, **kwargs):
-            if operator not in (aten.mm.default, aten.addmm.default):
+            if operator not in PRODUCTS:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            run = "replay" if ctx.is_recompute else "forward"
-            asked[run] += 1
-            if asked[run] % 2 == 1:
+            name = block, next(asked[ctx.is_recompute])
+            left, right = args[-2:]
+            size = left.nbytes // left.shape[-1] * right.shape[-1]
+            seen[name] = right.shape[-2], size
+            if name in save:
                 return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
-    return torch.utils.checkpoint.checkpoint(
-        block, x, use_reentrant=False, context_fn=contexts
-    )
+    for number, block in enumerate(model):
+        how = {"context_fn": partial(contexts, number)}
+        x = checkpoint_of_torch(block, x, use_reentrant=False, **how)
+    return x
+
+
+def keep_within(model, x, limit):
+    """Of all products, save those with the most FLOPs a byte that fit."""
+    seen, save = {}, set()
+    with torch.random.fork_rng(devices=[]):
+        run_saving(model, x, seen=seen)
+    # Blocks' inputs are as large as x, which is there anyway.
+    room = limit - (len(model) - 1) * x.nbytes
+    # FLOPs a byte are the width that a product sums over.
+    for name, (_, size) in sorted(seen.items(), key=lambda one: -one[1][0]):
+        if size <= room:
+            save.add(name)
+            room -= size
+    return run_saving(model, x, save)
 
 
 def choose(job):
@@ -102,3 +113,35 @@ def choose(job):
         return None
     best = min(fitting, key=lambda choice: (choice[2], choice[1]))
     return {"strategy": best[0], "peak": best[1], "extra": best[2]}
+
+
+def faulty_part(job):
+    """Compare a step with and without checkpoints, part by part."""
+    steps = {}
+    for checkpointed in (False, True):
+        model, calls = job.model(checkpointed), []
+
+        def note(part, args, y, name=None, calls=calls):
+            given = tuple(each.double().sum().item() for each in args)
+            calls.append((name, given, y.detach().clone(), weakref.ref(y)))
+
+        for i, block in enumerate(model):
+            for name, part in block.named_children():
+                part.register_forward_hook(partial(note, name=(i, name)))
+        losses = job.forward(model)
+        held = [name for name, *_, y in calls if y() is not None]
+        sum(losses).backward()
+        buffers = dict(model.named_buffers())
+        steps[checkpointed] = calls, held, buffers
+    calls, held, buffers = steps[True]
+    if held:
+        return held[0]
+    first = {}
+    for name, given, y, _ in calls:
+        if not torch.equal(first.setdefault((name, given), y), y):
+            return name
+    for path, buffer in buffers.items():
+        if not torch.equal(buffer, steps[False][2][path]):
+            block, part, _ = path.split(".")
+            return int(block), part
+    return None

@@ -113,7 +113,7 @@ def _zero(job: Job) -> dict[str, object]:
     kept = training_memory(job.config, seq=job.seq, recompute="full").activations
     room = job.gpu.usable_bytes - zero_state_bytes(job.params, job.ranks, 3)
     return {
-        "N": job.ranks, "m": job.microbatches, "W": 50e9, "W_host": 25e9, "ait": job.seq * job.micro_batch,
+        "N": job.ranks, "m": job.microbatches, "W": 50e9,
         "B": job.global_batch, "A_1": kept, "R": room, "budget": job.gpu.usable_bytes,
     }  # fmt: skip
 

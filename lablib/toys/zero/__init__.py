@@ -21,10 +21,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from lablib.toys.zero.flat_shards import FlatShards
 from lablib.toys.zero.stage_3 import ZeRO3
 from lablib.toys.zero.stages_1_2 import ZeRO1, ZeRO2
 
-__all__ = ["STAGES", "ZeRO1", "ZeRO2", "ZeRO3", "held_bytes"]
+__all__ = ["STAGES", "FlatShards", "ZeRO1", "ZeRO2", "ZeRO3", "held_bytes"]
 
 #: The class of each stage.
 STAGES: dict[int, type[ZeRO1]] = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}

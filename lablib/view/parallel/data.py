@@ -1,4 +1,4 @@
-"""Pictures of data parallelism: the ring, what it costs, and when backward hides it.
+"""Pictures of data parallelism: when backward hides an all-reduce, and what is left of it.
 
 Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
 """
@@ -9,19 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from lablib.view.style import COLORS, DASHES, HATCHES, doubling_axis, figure, plot_lines, with_legend
+from lablib.view.style import COLORS, DASHES, HATCHES, figure, plot_lines, with_legend
 
 _LINES = ("communication", "forward", "gradients", "activations")
-
-
-def all_reduce_curves(ranks: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the time of one all-reduce over the number of ranks, one line per algorithm."""
-    fig, ax = figure(height=3.3)
-    plot_lines(ax, ranks, seconds, _LINES, scale=1e3)
-    doubling_axis(ax, ranks[::2])
-    ax.set_yscale("log")
-    ax.set(xlabel="ranks", ylabel="one all-reduce (ms)")
-    return with_legend(fig, 1)
 
 
 def hiding_curves(tokens: Sequence[float], ratios: Mapping[str, Sequence[float]]) -> Figure:
