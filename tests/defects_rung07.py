@@ -245,7 +245,7 @@ class find_fault:
 
     forgets_the_norm = lambda job, mesh: _find(job, mesh, norms=False)
     the_norm_before_all_else = lambda job, mesh: _find(job, mesh, first=("norm", {"dp"}))
-    each_rank_for_itself = lambda job, mesh: _find(job, mesh, own_group=True)
+    each_rank_for_itself = lambda job, mesh: _find(job, mesh, norms=False, own_group=True)
 
     def one_axis_where_there_are_two(job, mesh):
         found = _find(job, mesh)
@@ -321,7 +321,7 @@ class plan_cluster:
     right_stage_2_as_the_paper_says = lambda case: (
         _RIGHT[case] | ({"cp": 1, "dp": 128, "zero": 2} if case == "llama-405b" else {})
     )
-    right_dictionary_of_a_layout = lambda case: Layout(**_RIGHT[case]).as_dict()
+    right_dictionary_of_a_layout = lambda case: plan_cluster.right_2(case).as_dict()
 
     def right_2(case):
         """Third solution: from the states alone, without trying: the fewest stages whose states leave half of the GPU."""
@@ -369,11 +369,11 @@ SENTENCES = {
     "without_the_idea_all_is_well": "You find nothing in a job",
     "without_the_idea_always_the_same": "You name samples",
     "without_the_idea_copies_alone": "parts that are equal are a fault",
-    "without_the_idea_the_norm_beside_one_process": "You ",
+    "without_the_idea_the_norm_beside_one_process": "the axes are not dp",
     "without_the_idea_asks_the_check": "This asks the check",
     "forgets_the_norm": "add up yourself",
-    "the_norm_before_all_else": "You name norm",
-    "each_rank_for_itself": "Ranks say different things",
+    "the_norm_before_all_else": "the axes are not dp",
+    "each_rank_for_itself": "You find nothing in a job",
     "one_axis_where_there_are_two": "the axes are not dp",
     "without_the_idea_asks_the_planner": "The answer asks the planner",
     "without_the_idea_scores_them_all": "scores one layout after the other",
