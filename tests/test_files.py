@@ -15,6 +15,7 @@ OWN = {
     "calc/layouts/planner/calibration.py",
     "calc/torch_versions.py",
     "checks/answers/graduation.py",
+    "checks/answers/minutes.py",
     "cli/copies.py",
     "live/explorer.py",
 }
