@@ -384,7 +384,7 @@ def test_a_card_shows_what_a_link_leads_to(context, address):
             "a.reference[href='#equation-eq-05-hide']": "",  # the number that the link itself has
         }
         for link, said in links.items():
-            place = visit.page.locator(f"article {link}").first
+            place = visit.page.locator(f"article {link}:visible").first
             place.hover()
             _card(visit).wait_for(state="visible")
             assert (said or place.inner_text()) in _card(visit).inner_text()
