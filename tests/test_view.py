@@ -110,10 +110,6 @@ FIGURES = {
         lambda: fsdp.gathered({"per block": [(0, 1), (2, 3), (5, 0)], "none": [(0, 4), (5, 0)]}, unit="GB", xlabel="ms"),
         {"y": [[1, 3, 0], [4, 0]], "labels": {"ms"}},
     ),
-    "unit_size": (
-        lambda: fsdp.unit_size([1, 8, 64], [3, 2, 4], [16, 2, 0.3], computing=1.5, names={1: "none", 8: "block"}),
-        {"y": [[3, 2, 4], [1.5, 1.5], [16, 2, 0.3]], "texts": {"none", "block"}},
-    ),
     "bytes_by_degree": (
         lambda: mixture.bytes_by_degree([2, 4], {"far": {"a": [0, 1], "b": [0, 2]}, "near": {"a": [3, 4]}}, ylabel="MB"),
         {"y": [[0, 1], [0, 2], [3, 4]], "titles": ["far", "near"], "legend": ["a", "b"], "labels": {"MB"}},
@@ -207,7 +203,6 @@ FIGURES = {
         lambda: recompute.kept_over_time({"none": [0, 2, 4, 2, 0], "full": [0, 1, 2, 3, 1]}, forward=2, ylabel="numbers"),
         {"y": [[0, 2, 4, 2, 0], [0, 1, 2, 3, 1]], "labels": {"numbers"}},
     ),
-    "unit_grid": (lambda: recompute.unit_grid({"some": _CUT}, ("input", "rest")), {"patches": [4], "texts": {"some", "block 0", "block 1"}}),
     "frontier_plot": (
         lambda: recompute.frontier_plot(_POINTS, xlabel="saved", ylabel="paid", measured=[(1, 0)], places={"c": (-40, 30)}),
         {"texts": {"none", "a", "b", "c"}, "labels": {"saved", "paid"}},
@@ -311,8 +306,6 @@ def test_a_grid_fills_what_a_rank_holds_and_outlines_the_rest():
     for role, filled in {"weights": 6, "gradients": 2, "optimizer": 0}.items():
         cells = [p for p in ax.patches if to_hex(p.get_edgecolor()) == COLORS[role]]
         assert (len(cells), sum(p.get_facecolor()[3] > 0 for p in cells)) == (6, filled)
-    (ax,) = FIGURES["unit_grid"][0]().axes
-    assert [p.get_facecolor()[3] > 0 for p in ax.patches] == [True, False, True, False]
 
 
 def test_one_colour_means_one_thing():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from lablib.view.style import COLORS, DASHES, doubling_axis, figure, name_rows, note, plot_lines, with_legend
 
@@ -55,48 +55,6 @@ def kept_over_time(
         ax.text(forward, top, text, ha=side, va="top", fontsize=9)
     ax.set(ylim=(0, top), xlim=(0, None), xlabel=xlabel, ylabel=ylabel)
     return with_legend(fig, min(3, len(lines)))
-
-
-def unit_grid(strategies: Mapping[str, Sequence[Mapping[str, str]]], parts: Sequence[str]) -> Figure:
-    """Draw what becomes of every block's tensors, one row a strategy, one column a block, one cell a part."""
-    blocks = len(next(iter(strategies.values())))
-    step, wide = len(parts) + 0.8, 0.92
-    fig, ax = figure(height=1.1 + 0.42 * len(strategies))
-    for row, (name, cells) in enumerate(strategies.items()):
-        ax.text(-0.5, -row + 0.33, name, ha="right", va="center", fontsize=10)
-        for block, fate in enumerate(cells):
-            for place, part in enumerate(parts):
-                role, alpha, _ = FATE_COLORS[fate[part]]
-                face = "none" if fate[part] == "again" else COLORS[role]
-                ax.add_patch(
-                    Rectangle(
-                        (block * step + place, -row),
-                        wide,
-                        0.66,
-                        facecolor=face,
-                        edgecolor=COLORS[role],
-                        linewidth=1.0,
-                        linestyle="--" if fate[part] == "again" else "-",
-                        alpha=1.0 if fate[part] == "again" else alpha,
-                    )
-                )
-    for block in range(blocks):
-        ax.text(block * step + len(parts) / 2, 0.85, f"block {block}", ha="center", va="bottom", fontsize=9)
-    ax.set(xlim=(-0.42 * blocks * step, blocks * step - 0.7), ylim=(-len(strategies) + 0.9, 1.4))
-    ax.axis("off")
-    used = {fate for cells in strategies.values() for block in cells for fate in block.values()}
-    handles = [
-        Patch(
-            facecolor="none" if key == "again" else COLORS[role],
-            edgecolor=COLORS[role],
-            linewidth=1.0,
-            linestyle="--" if key == "again" else "-",
-            label=label,
-        )
-        for key, (role, _, label) in FATE_COLORS.items()
-        if key in used
-    ]
-    return with_legend(fig, 3, handles=handles)
 
 
 def frontier_plot(

@@ -9,7 +9,7 @@
 Read `table` first.
 """
 
-from lablib.checks.judging.guard import Wrong, own_line
+from lablib.checks.judging.guard import Wrong, own_line, refuse_peeking
 from lablib.checks.judging.ranks import on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import (
@@ -48,6 +48,7 @@ __all__ = [
     "pair",
     "recognize",
     "refuse",
+    "refuse_peeking",
     "some",
     "whole",
 ]

@@ -98,6 +98,18 @@ class Answer:
             return _written_out(self.function(*case, **named))
 
 
+def refuse_peeking(answer: object, *hidden: str) -> None:
+    """Raise `Wrong` if an answer has called functions of a check that know where a fault was planted.
+
+    Args:
+        hidden: Their names with their module, as in "lablib.checks.rung03._drawn".
+    """
+    if set(hidden) & set(getattr(answer, "called", ())):
+        raise Wrong(
+            "This asks the check where it planted the fault: a job at work has nobody to ask, so run it and look."
+        )
+
+
 def own_line(error: BaseException) -> str:
     """Return where in the learner's code an exception was raised, for the end of a sentence; "" if nowhere."""
     return _line_of([(entry.filename, entry.lineno or 0) for entry in traceback.extract_tb(error.__traceback__)])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lablib.view.style import COLORS, DASHES, HATCHES, cell, figure, note, with_legend
+from lablib.view.style import COLORS, DASHES, HATCHES, cell, figure, with_legend
 
 #: One colour for each case that shares a picture with others.
 _HUES = ("weights", "gradients", "optimizer", "activations", "communication")
@@ -52,31 +52,6 @@ def gathered(
     ax.set_xlim(left=0)
     ax.set(xlabel=xlabel, ylabel=f"{what} ({unit})")
     return with_legend(fig, 2)
-
-
-def unit_size(
-    counts: Sequence[int],
-    seconds: Sequence[float],
-    gigabytes: Sequence[float],
-    *,
-    computing: float,
-    names: Mapping[int, str],
-) -> Figure:
-    """Draw step time and unsharded memory over the number of units, one above the other."""
-    fig, (top, bottom) = figure(height=4.2, nrows=2, sharex=True)
-    top.plot(counts, seconds, "o-", color=COLORS["communication"], markersize=4)
-    top.axhline(computing, color=COLORS["neutral"], linewidth=1.0, linestyle=(0, (2, 3)))
-    top.text(counts[0], computing, "computing alone", ha="left", va="bottom", fontsize=9)
-    top.set(ylim=(0, 1.25 * max(seconds)), ylabel="step (s)")
-    bottom.plot(counts, gigabytes, "s-", color=COLORS["weights"], markersize=4)
-    bottom.set(ylim=(0, 1.1 * max(gigabytes)), ylabel="unsharded (GB)", xlabel="units in the model", xscale="log")
-    bottom.set_xticks(counts, labels=[str(count) for count in counts])
-    bottom.set_xticks([], minor=True)
-    for count, text in names.items():
-        place = counts.index(count)
-        side = "left" if place == 0 else "right" if place == len(counts) - 1 else "center"
-        note(top, text, (count, seconds[place]), (0, 7), ha=side)
-    return fig
 
 
 def mesh(shards: Sequence[Sequence[int]], *, rows: str, columns: str) -> Figure:
