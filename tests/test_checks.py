@@ -1,9 +1,11 @@
 """Every check passes right answers of any kind, reports the stub, catches each planted defect, and gives hints."""
 
 import ast
+import copy
 import importlib
 import itertools
 import json
+import pickle
 import re
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
+from lablib.checks import rung05
 from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, recognize, refuse, whole
 from lablib.checks.judging import ranks as judging_ranks
 from lablib.checks.judging.guard import Answer
@@ -258,6 +261,14 @@ def test_an_interrupt_of_the_learner_goes_through():
 
     with pytest.raises(KeyboardInterrupt):
         once(interrupted)
+
+
+def test_a_job_does_not_tell_an_answer_where_its_fault_is():
+    job = rung05.jobs(1)[0]
+    for look in (lambda: job._ill, lambda: job.__dict__, lambda: vars(job), lambda: getattr(job, "_i" + "ll")):
+        with pytest.raises(Wrong, match="where it planted the fault"):
+            look()
+    assert copy.deepcopy(pickle.loads(pickle.dumps(job))).seed == job.seed
 
 
 def test_what_a_judge_walks_through_is_guarded_too():

@@ -22,9 +22,11 @@ from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.checks.judging import (
     Row,
+    Sealed,
     Slip,
     Wrong,
     as_float,
+    ask_ranks,
     by_name,
     check,
     close,
@@ -611,7 +613,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
 # --- a job with something wrong -----------------------------------------------------------------------------
 
 
-class StrangeJob:
+class StrangeJob(Sealed):
     """A job on four ranks that trains, and may have a fault; which, where and from when is drawn.
 
     Attributes:
@@ -713,10 +715,6 @@ class StrangeJob:
 _CASES = (1, 0, 2, 3, 4, 1)
 
 
-def _inspect(answer: Callable[[StrangeJob], object], jobs: list[int]) -> list[object]:
-    return [answer(StrangeJob(number)) for number in jobs]
-
-
 @check(
     idea="Whatever has happened to a gradient on its way, it is made of the gradients that the ranks computed; these you can "
     "compute again, each by itself.",
@@ -729,7 +727,7 @@ def find_fault(answer: Callable[[StrangeJob], object], seed: int = 2) -> str:
     """Judge `find_fault(job)`, called on each of four ranks, on jobs drawn: what is wrong, where and from when, or nothing."""
     dice = random.Random(seed)
     jobs = [5 * dice.randrange(10**6) + case for case in _CASES]
-    for number, *got in zip(jobs, *on_ranks(_inspect, StrangeJob.ranks, answer, jobs), strict=True):
+    for number, got in zip(jobs, ask_ranks(answer, StrangeJob.ranks, jobs, make=StrangeJob), strict=True):
         _judge_finding(StrangeJob(number), [_finding(each, StrangeJob.ranks) for each in got])
     return (
         f"{len(jobs)} jobs. In each, a parameter was frozen when DDP wrapped the model and unfrozen later, as fine-tuning does, "

@@ -23,6 +23,7 @@ from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_byt
 from lablib.calc.parallel import layer_elements
 from lablib.checks.judging import (
     Wrong,
+    ask_ranks,
     by_name,
     check,
     numbers,
@@ -30,7 +31,6 @@ from lablib.checks.judging import (
     own_line,
     recognize,
     refuse,
-    refuse_peeking,
     some,
     whole,
 )
@@ -733,10 +733,8 @@ def _jobs(seed: int) -> list[Job]:
     return list(found.values())
 
 
-def _look_at(jobs: list[Job], answer: Callable) -> list[Any]:
-    found = [answer(job, dist.group.WORLD) for job in jobs]
-    refuse_peeking(answer, f"{__name__}._drawn")
-    return found
+def _all_ranks() -> tuple[dist.ProcessGroup]:
+    return (dist.group.WORLD,)
 
 
 @check(
@@ -749,10 +747,10 @@ def _look_at(jobs: list[Job], answer: Callable) -> list[Any]:
 def find_fault(answer: Callable[[Job, dist.ProcessGroup], Any], seed: int = 1) -> str:
     """Judge `find_fault(job, group)`: None, or (module, "forward" or "backward", ranks), on two ranks for eight jobs."""
     jobs, tp = _jobs(seed), 2
-    found = on_ranks(_look_at, tp, jobs, answer)
-    for i, job in enumerate(jobs):
+    found = ask_ranks(answer, tp, jobs, f"{__name__}._drawn", more=_all_ranks)
+    for job, by_rank in zip(jobs, found, strict=True):
         kind, place, odd = _drawn(job.seed)
-        said = [_said(each[i]) for each in found]
+        said = [_said(each) for each in by_rank]
         refuse("", ("Ranks say different things about one job: what one of them sees, all must know, so let them exchange it",
                     said[0] != said[1]))  # fmt: skip
         _judge_job(said[0], kind, place, [odd] if kind == "own copy" else [0, 1])

@@ -33,7 +33,18 @@ from lablib.calc.schedules import (
     validate,
     zb_h1,
 )
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, on_ranks, recognize, refuse
+from lablib.checks.judging import (
+    Sealed,
+    Wrong,
+    by_name,
+    check,
+    close,
+    numbers,
+    on_ranks,
+    recognize,
+    refuse,
+    refuse_peeking,
+)
 from lablib.toys import transformer
 from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.transformer import Transformer, tiny_config
@@ -451,7 +462,7 @@ SLIPS = {
 }
 
 
-class Suspect:
+class Suspect(Sealed):
     """This rank's part of a pipeline of one stage a rank, which may do one action of every step wrongly.
 
     Attributes:
@@ -537,6 +548,7 @@ def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -
         said = answer(pipeline)
         said = "" if said in (None, "None") else "".join(map(str, said)) if type(said) in (list, tuple) else str(said)
         found.append((said.strip().upper(), str(pipeline._pipeline.where) if pipeline._pipeline.slips else ""))
+    refuse_peeking(answer, f"{__name__}.Suspect.reveal")
     return found
 
 

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
-from lablib.checks.judging import Wrong, by_name, check, close, numbers, on_ranks, recognize, refuse, whole
+from lablib.checks.judging import (
+    Sealed,
+    Wrong,
+    ask_ranks,
+    by_name,
+    check,
+    close,
+    numbers,
+    on_ranks,
+    recognize,
+    refuse,
+    whole,
+)
 from lablib.launch.measure import LiveBytes, record_comms
 from lablib.toys.zero import FlatShards, ZeRO2
 
@@ -532,7 +544,7 @@ _PARTS = ("reduce-scatter", "update", "all-gather")
 _ILLS = {"shifted": 0, "own": 0, "local norm": 1, "no momentum": 1, "stale": 2, "turned": 2}
 
 
-class Job:
+class Job(Sealed):
     """A training in stage 2 on three ranks; something in it may be wrong.
 
     Attributes:
@@ -640,10 +652,6 @@ def jobs(seed: int) -> list[Job]:
     return found
 
 
-def _find_rank(answer: Callable[[Job], Any], some: list[Job]) -> list[Any]:
-    return [answer(job) for job in some]
-
-
 @check(
     kind="fault",
     idea="The first difference from one process says where: before the optimizer, in a rank's own piece, or in what others "
@@ -655,8 +663,9 @@ def _find_rank(answer: Callable[[Job], Any], some: list[Job]) -> list[Any]:
 def find_bad_shard(answer: Callable[[Job], Any], seed: int = 505) -> str:
     """Judge `find_bad_shard(job)`, which runs on each of a job's ranks: (rank, parameter, part of the step) or None."""
     some = jobs(seed)
-    results = on_ranks(_find_rank, Job.ranks, answer, some)
-    every = sorted(zip(some, zip(*results, strict=True), strict=True), key=lambda pair: pair[0]._ill[0] is not None)
+    every = sorted(
+        zip(some, ask_ranks(answer, Job.ranks, some), strict=True), key=lambda pair: pair[0]._ill[0] is not None
+    )
     for job, said in every:  # the healthy one first
         _judge_found(job, [None if _nothing(each) else each for each in said])
     return ("Six sick jobs and a healthy one: a gradient's piece shifted by one, one that was never reduced, a clip by the norm of "

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes
-from lablib.checks.judging import Wrong, by_name, check, numbers, on_ranks, refuse
+from lablib.checks.judging import Sealed, Wrong, ask_ranks, by_name, check, numbers, on_ranks, refuse
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import Endless, Turns, rank_mesh
 from lablib.toys.transformer import Transformer, tiny_config
@@ -284,7 +284,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
 _EFFECTS = ("stale", "still", "apart")
 
 
-class Job:
+class Job(Sealed):
     """A small run: two replicas of two shards, a block a unit, two micro-batches a step. It runs on one process, too."""
 
     ranks = 4
@@ -365,15 +365,10 @@ _REVEAL = (
 def find_fault(answer: Callable[[Job], Any], seed: int = 6006) -> str:
     """Judge `find_fault(job)`, called on each of four ranks, on jobs with one fault or none."""
     made = jobs(seed)
-    found = on_ranks(_find_all, Job.ranks, answer, made)
-    for number, job in enumerate(made):
-        _judge_found(f"job {number}", job, [by_rank[number] for by_rank in found])
+    for number, (job, said) in enumerate(zip(made, ask_ranks(answer, Job.ranks, made), strict=True)):
+        _judge_found(f"job {number}", job, [_read_found(got) for got in said])
     healthy = sum(not job._fault for job in made)
     return f"{len(made)} jobs, {healthy} of them healthy. {_REVEAL}"
-
-
-def _find_all(answer: Callable[[Job], Any], made: Sequence[Job]) -> list[tuple[str, str] | None]:
-    return [_read_found(answer(job)) for job in made]
 
 
 def _read_found(got: Any) -> tuple[str, str] | None:

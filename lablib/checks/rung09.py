@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
-from lablib.checks.judging import Slip, Wrong, by_name, check, compare, on_ranks, pair, refuse, whole
+from lablib.checks.judging import Sealed, Slip, Wrong, ask_ranks, by_name, check, compare, pair, refuse, whole
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import TorchDispatchMode
 
@@ -727,7 +727,7 @@ def _count(share: Tensor) -> Tensor:
     return functional.one_hot(share.detach().argmax(-1), 2).sum(0)
 
 
-class TrainingJob:
+class TrainingJob(Sealed):
     """A job on two ranks, one replica on each, which takes two micro-batches forward and then both backward."""
 
     def __init__(self, number: int) -> None:
@@ -779,15 +779,11 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _findings(answer: Callable, numbers: list[int]) -> list[Any]:
-    found = []
-    for number in numbers:
-        got = answer(TrainingJob(number))
-        if got is not None:
-            block, part = pair(got, "Return None, or the block's number and the name of its part.", "block", "part")
-            got = whole(block, "The block"), str(part)
-        found.append(got)
-    return found
+def _read_part(got: Any) -> tuple[int, str] | None:
+    if got is None:
+        return None
+    block, part = pair(got, "Return None, or the block's number and the name of its part.", "block", "part")
+    return whole(block, "The block"), str(part)
 
 
 _PASSED_OVER = {
@@ -823,9 +819,11 @@ def faulty_part(answer: Callable[[TrainingJob], Any], seed: int = 90) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(100) + kind for kind in (*range(len(_FAULTS)), 0, 3)]
     dice.shuffle(drawn)
-    by_rank = on_ranks(_findings, RANKS, answer, drawn)
-    for number, *found in zip(drawn, *by_rank, strict=True):
+    for number, said in zip(
+        drawn, ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=TrainingJob), strict=True
+    ):
         kind, rank, *where = _fault(number)
+        found = [_read_part(got) for got in said]
         here, there = found[rank], found[1 - rank]
         refuse(
             "",

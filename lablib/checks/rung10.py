@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import get_pg_count
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.communication import chunk_sizes, collective_time, traffic
-from lablib.checks.judging import Wrong, by_name, check, chosen, close, on_ranks, refuse, refuse_peeking, whole
+from lablib.checks.judging import Wrong, ask_ranks, by_name, check, chosen, close, on_ranks, refuse, whole
 from lablib.launch.measure import CommEvent, record_comms
 from lablib.launch.ranks import Endless, Turns
 
@@ -500,15 +500,9 @@ def told(job: Job) -> tuple[int, str]:
     }[kind]
 
 
-def _find_on_a_rank(answer: Callable[[Job], Any], jobs: list[Job]) -> list[Any]:
-    found, sums = [], dist.all_reduce
-    for job in jobs:
-        try:
-            found.append(answer(job))
-        finally:
-            dist.all_reduce = sums  # an answer may have put its own in its place
-    refuse_peeking(answer, f"{__name__}.told", f"{__name__}._fault")
-    return found
+def _with_its_own(job: Job, sums: Callable = dist.all_reduce) -> Job:
+    dist.all_reduce = sums  # an answer may have put another in its place
+    return job
 
 
 @check(
@@ -524,8 +518,8 @@ def find_fault(answer: Callable[[Job], Any], seed: int = 3) -> str:
     dice = random.Random(f"jobs {seed}")
     jobs = [Job(4 * dice.randrange(10**6) + kind) for kind in (0, 1, 2, 3, 0, 1)]
     dice.shuffle(jobs)
-    by_rank = on_ranks(_find_on_a_rank, _RANKS, answer, jobs)
-    for number, (job, said) in enumerate(zip(jobs, zip(*by_rank, strict=True), strict=True), 1):
+    found = ask_ranks(answer, _RANKS, jobs, f"{__name__}.told", f"{__name__}._fault", make=_with_its_own)
+    for number, (job, said) in enumerate(zip(jobs, found, strict=True), 1):
         read = [_said(one) for one in said]
         case = f"job {number} of {len(jobs)}"
         if any(one != read[0] for one in read):

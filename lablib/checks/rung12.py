@@ -20,6 +20,7 @@ from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, conte
 from lablib.checks.judging import (
     Wrong,
     as_float,
+    ask_ranks,
     by_name,
     check,
     chosen,
@@ -540,15 +541,11 @@ def _picked(seed: int) -> list[int]:
 def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     """Judge `find_wrong_block(job)`, which runs on each of four ranks, on jobs of every kind and a healthy one."""
     numbers_ = _picked(seed)
-    for number, said in zip(numbers_, on_ranks(_ask, _RANKS, answer, numbers_)[0], strict=True):
-        _judge_fault(said, _drawn(number))
+    for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, f"{__name__}._drawn", make=job), strict=True):
+        _judge_fault(said[0], _drawn(number))
     return ("Four sick jobs and a healthy one. `keys`: a later step had the causal triangle of step 0. `weights`: one log-sum-exp "
             "came in base 2, as some kernels give it (sglang#33064). `gradients`: the keys' gradient of one step never left the "
             "rank; diffusers#14265 had wrong ones for all remote keys, behind a forward pass without fault.")  # fmt: skip
-
-
-def _ask(answer: Callable[[Job], Any], numbers_: Sequence[int]) -> list[Any]:
-    return [answer(job(number)) for number in numbers_]
 
 
 def _judge_fault(said: Any, fault: Fault | None) -> None:

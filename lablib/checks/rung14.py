@@ -14,6 +14,7 @@ from torch import Tensor
 from lablib.calc.runs import ReplicaGroups, group_goodput, lost_time, simulate_groups, young_interval
 from lablib.checks.judging import (
     Order,
+    Sealed,
     as_float,
     by_name,
     check,
@@ -266,7 +267,7 @@ class _Script(NamedTuple):
         return self.step == self.back
 
 
-class WatchedJob:
+class WatchedJob(Sealed):
     """Three groups, a process each, that train together; one is away for some steps, and heals when it is back.
 
     Call it with `watch(step, state)`: it runs on each group after each step that the group has taken, on the toy's

@@ -3,14 +3,14 @@
     guard       loops that never end, answers that come one by one
     values      numbers, sequences and named values of any type; orders of samples
     table       `compare`: cases, the truth, and what each known mistake would answer; `refuse`, `recognize`: one answer
-    ranks       an answer on real ranks
+    ranks       an answer on real ranks, and what each rank says of jobs with a fault to find
     verdict     `check`: passed, not attempted or wrong, and the hints
 
 Read `table` first.
 """
 
-from lablib.checks.judging.guard import Wrong, own_line, refuse_peeking
-from lablib.checks.judging.ranks import on_ranks
+from lablib.checks.judging.guard import Sealed, Wrong, own_line, refuse_peeking
+from lablib.checks.judging.ranks import ask_ranks, on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import (
     Order,
@@ -30,10 +30,12 @@ from lablib.checks.judging.verdict import Verdict, check
 __all__ = [
     "Order",
     "Row",
+    "Sealed",
     "Slip",
     "Verdict",
     "Wrong",
     "as_float",
+    "ask_ranks",
     "by_name",
     "check",
     "chosen",

@@ -98,6 +98,9 @@ class Answer:
             return _written_out(self.function(*case, **named))
 
 
+_ASKED = "This asks the check where it planted the fault: a job at work has nobody to ask, so run it and look."
+
+
 def refuse_peeking(answer: object, *hidden: str) -> None:
     """Raise `Wrong` if an answer has called functions of a check that know where a fault was planted.
 
@@ -105,9 +108,22 @@ def refuse_peeking(answer: object, *hidden: str) -> None:
         hidden: Their names with their module, as in "lablib.checks.rung03._drawn".
     """
     if set(hidden) & set(getattr(answer, "called", ())):
-        raise Wrong(
-            "This asks the check where it planted the fault: a job at work has nobody to ask, so run it and look."
-        )
+        raise Wrong(_ASKED)
+
+
+class Sealed:
+    """A job with a fault to find: its private attributes, which know the fault, cannot be read by an answer."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute; raise `Wrong` if lines that are no library's ask for a private one."""
+        private = name == "__dict__" or (name.startswith("_") and not name.startswith("__"))
+        if private and not _of_libraries(sys._getframe(1).f_code.co_filename):
+            raise Wrong(_ASKED)
+        return object.__getattribute__(self, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes of a pickle, which is read in whoever's lines."""
+        object.__getattribute__(self, "__dict__").update(state)
 
 
 def own_line(error: BaseException) -> str:

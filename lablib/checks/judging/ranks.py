@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from lablib.checks.judging.guard import Wrong, guarded, line_in
+from lablib.checks.judging.guard import Wrong, guarded, line_in, refuse_peeking
 from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.toys import torch_names
 
@@ -48,6 +48,40 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
     if any(status == "stub" for status, _ in results):
         raise NotImplementedError
     return [value for _, value in results]
+
+
+def ask_ranks(
+    answer: Callable[..., Any],
+    ranks: int,
+    jobs: Sequence[Any],
+    *hidden: str,
+    make: Callable[[Any], Any] | None = None,
+    more: Callable[[], tuple] = tuple,
+    patience: float = PATIENCE,
+) -> list[list[Any]]:
+    """Return, for each job, what `answer(job, *more())` says of it on each rank.
+
+    Args:
+        jobs: The jobs, or what `make` makes them of, on each rank.
+        hidden: The functions that know where a fault was planted, as for `refuse_peeking`.
+
+    Raises:
+        Wrong: As `on_ranks`, and if an answer calls one of `hidden`.
+        NotImplementedError: If it is the untouched stub on any rank.
+    """
+    return [
+        list(said)
+        for said in zip(*on_ranks(_ask, ranks, answer, jobs, hidden, make, more, patience=patience), strict=True)
+    ]
+
+
+def _ask(
+    answer: Callable[..., Any], jobs: Sequence[Any], hidden: Sequence[str], make: Callable | None, more: Callable
+) -> list:
+    beside = more()
+    found = [answer(make(job) if make else job, *beside) for job in jobs]
+    refuse_peeking(answer, *hidden)
+    return found
 
 
 def _attempt(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
