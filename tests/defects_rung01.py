@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
+from lablib.launch.measure import LiveBytes, measure_states
 from tests.planted import asked, listed, told
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -54,122 +60,235 @@ class bytes_per_parameter:
         return np.float32(bits / 8)
 
 
-_SWAPPED = {"zero-1": "zero-2", "zero-2": "zero-1"}
-_STAGES = {"ddp": 0, "zero-1": 1, "zero-2": 2, "zero-3": 3, "tensor": 3}
+def _search(order=None, share=None, clear=True, lasting=True, loss_of=sum, fresh=False, **how):
+    """Return somebody who takes the first choice that fits, of sequences at a time and blocks that run again or not."""
+
+    def train(model, batches, adamw, device):
+        make = lambda: adamw(model.parameters(), **how or {"fused": True})
+        optimizer, own, losses = make(), [block.forward for block in model.blocks], []
+        choices = order or [(size, again) for again in (False, True) for size in range(6, 0, -1)]
+
+        def passes(batch, size, again):
+            for block, run in zip(model.blocks, own, strict=True):
+                block.forward = functools.partial(checkpoint, run, use_reentrant=False) if again else run
+            parts, found = batch.split(size), []
+            for part in parts:
+                weight = share(part, parts) if share else len(part) / len(batch)
+                loss = model.loss(part)
+                (loss * weight).backward()
+                found.append(loss.item() * len(part) / len(batch))
+            return loss_of(found)
+
+        for batch in batches:
+            for choice in choices:
+                try:
+                    losses.append(passes(batch, *choice))
+                    break
+                except torch.OutOfMemoryError:
+                    if not lasting and losses:
+                        raise
+                if clear:
+                    optimizer.zero_grad()
+            else:
+                passes(batch, 1, True)
+            choices = choices[choices.index(choice):]  # fmt: skip
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer = make() if fresh else optimizer
+        return losses
+
+    return train
 
 
-def _sharding(whole, by_stage):
-    """Return an answer with so many bytes a parameter, of which each stage shards so many."""
+class train_within:
+    no_care = _search([(6, False)], foreach=True)
+    one_sequence_at_a_time = _search([(1, False)])
+    without_the_idea_the_least_of_everything = _search([(1, True)])
+    without_the_idea_the_least_without_replays = _search([(1, False), (1, True)])
+    recomputes_first = _search([(size, again) for size in range(6, 0, -1) for again in (False, True)])
+    halves_the_batch = _search([(size, again) for again in (False, True) for size in (6, 3, 1)])
+    step_of_a_gpu = _search(foreach=True)
+    sums_the_micro_batches = _search(share=lambda part, parts: 1)
+    all_micro_batches_alike = _search(share=lambda part, parts: 1 / len(parts))
+    keeps_what_an_attempt_left = _search(clear=False)
+    settled_in_the_first_step = _search(lasting=False)
+    loss_of_the_last_part = _search(loss_of=lambda found: found[-1])
+    an_optimizer_each_step = _search(fresh=True)
 
-    def answer(params, gpus, capacity_gib, strategy):
-        sharded = by_stage[_STAGES[strategy]]
-        needed = params * (whole - sharded + sharded / gpus)
-        return needed / 1e9, needed <= capacity_gib * 2**30
+    def retries_inside_the_except_clause(model, batches, adamw, device):
+        optimizer, losses = adamw(model.parameters(), fused=True), []
 
-    return answer
+        def passes(batch, size):
+            total = 0.0
+            if not size:
+                raise torch.OutOfMemoryError("not even one")
+            try:
+                for part in batch.split(size):
+                    loss = model.loss(part) * (len(part) / 6)
+                    loss.backward()
+                    total += loss.item()
+            except torch.OutOfMemoryError:
+                optimizer.zero_grad()
+                return passes(batch, size // 2)
+            return total
+
+        for batch in batches:
+            losses.append(passes(batch, 6))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def steps_after_each_part(model, batches, adamw, device):
+        optimizer, losses = adamw(model.parameters(), foreach=False), []
+        for batch in batches:
+            losses.append(0)
+            for part in batch:
+                loss = model.loss(part[None])
+                loss.backward()
+                losses[-1] += loss.item() / 6
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    def right(model, batches, adamw, device):
+        """Measures ever more sequences first, twice, and adds the moments that are not there yet."""
+        optimizer = adamw(model.parameters(), foreach=False)
+        weights, own = device.live, [block.forward for block in model.blocks]
+
+        def run(part, again):
+            for block, plain in zip(model.blocks, own, strict=True):
+                block.forward = functools.partial(checkpoint, plain, use_reentrant=False) if again else plain
+            loss = model.loss(part)
+            (loss * len(part) / 6).backward()
+            return loss.item() * len(part) / 6
+
+        def fitting(again):
+            for size in range(1, 7):
+                optimizer.zero_grad()
+                device.peak = device.live
+                try:
+                    for _ in range(2 if size < 6 else 1):
+                        run(batches[0][:size], again)
+                except torch.OutOfMemoryError:
+                    return size - 1
+                if device.peak + 2 * weights > device.capacity:
+                    return size - 1
+            return size
+
+        found = [(fitting(again), again) for again in (False, True)]
+        size, again = found[0] if found[0][0] else found[1]
+        losses = []
+        for batch in batches:
+            model.zero_grad()
+            losses.append(sum(run(part, again) for part in batch.split(size)))
+            optimizer.step()
+        return np.array(losses)
+
+    def right_2(model, batches, adamw, device):
+        """Fewer and fewer passes of nearly equal size, each loss given as it comes."""
+        optimizer = adamw(list(model.parameters()), fused=True)
+        parts, kept = 1, [block.forward for block in model.blocks]
+        for batch in batches:
+            done = False
+            while not done:
+                try:
+                    total = sum(self_backward(model, part, len(batch)) for part in np.array_split(batch, parts))
+                    done = True
+                except torch.OutOfMemoryError:
+                    total = None
+                if not done:
+                    optimizer.zero_grad(set_to_none=True)
+                    parts += 1
+                    if parts > len(batch):
+                        parts = 1
+                        for block, forward in zip(model.blocks, kept, strict=True):
+                            block.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield total
 
 
-class fits:
-    def right(params, gpus, capacity_gib, strategy):
-        """Per-term divisors in a table; capacity turned into GB before comparing."""
-        weights_by, gradients_by, optimizer_by = {
-            "ddp": (1, 1, 1),
-            "zero-1": (1, 1, gpus),
-            "zero-2": (1, gpus, gpus),
-            "zero-3": (gpus, gpus, gpus),
-            "tensor": (gpus, gpus, gpus),
-        }[strategy]
-        gigabytes = (2 / weights_by + 2 / gradients_by + 12 / optimizer_by) * params / 1e9
-        return gigabytes, gigabytes <= capacity_gib * 1.073741824
-
-    stage_3_holds_what_it_gathers = told(
-        right, lambda found, params, strategy: (found[0] + 2e-9 * params * (strategy == "zero-3"), found[1])
-    )
-    forgot_what_is_kept = told(
-        right, lambda found, params, gpus, strategy: (params * ((0, 12, 14, 16)[_STAGES[strategy]] / gpus or 16) / 1e9, 0)
-    )  # fmt: skip
-    eight_bytes_of_optimizer = _sharding(12, (0, 8, 10, 12))
-    gradients_of_four_bytes = _sharding(18, (0, 12, 16, 18))
-    gib_for_gb = told(right, lambda found: (found[0] * 1e9 / 2**30, found[1]))
-    compared_gb_with_gib = told(right, lambda found, capacity_gib: (found[0], found[0] <= capacity_gib))
-    never_divided = asked(right, gpus=1)
-    ddp_divides_too = asked(right, strategy="zero-3")
-    swapped_stages_one_and_two = asked(right, strategy=lambda strategy: _SWAPPED.get(strategy, strategy))
-    pooled_the_cards = told(
-        right, lambda found, gpus, capacity_gib: (found[0], found[0] * 1e9 <= gpus * capacity_gib * 2**30)
-    )
-    answered_in_bytes = told(right, lambda found: (found[0] * 1e9, found[1]))
-    stage_1_shards_the_moments_alone = _sharding(16, (0, 8, 10, 16))
-    with_a_margin = told(right, lambda found, capacity_gib: (found[0], found[0] <= 0.9 * capacity_gib * 1.073741824))
-    said_yes_in_words = told(right, lambda found: (found[0], "yes" if found[1] else "no"))
-    every_stage_is_stage_1 = asked(right, strategy=lambda strategy: "zero-1" if "zero" in strategy else strategy)
-    tensor_keeps_the_weights = asked(right, strategy=lambda strategy: "zero-2" if strategy == "tensor" else strategy)
-
-    def right_3(params, gpus, capacity_gib, strategy):
-        """Adds what each stage takes away, one after the other, and cuts the decimals off."""
-        held = 16 * params
-        for stage, size in enumerate((12, 2, 2), start=1):
-            if strategy == "tensor" or strategy >= f"zero-{stage}":
-                held -= size * params * (gpus - 1) / gpus
-        return int(held / 1e9), int(held / 2**30 <= capacity_gib)
-
-    def right_2(params, gpus, capacity_gib, strategy):
-        """Whole GB, and a list; what is not sharded is what the strategy's number leaves."""
-        stage = _STAGES[strategy]
-        each = [12 * params, 2 * params, 2 * params]
-        held = sum(-(-size // gpus) if i < stage else size for i, size in enumerate(each))
-        return [round(held / 10**9), np.bool_(held / 2**30 <= capacity_gib)]
+def self_backward(model, part, sequences):
+    loss = model.loss(torch.as_tensor(part)) * (len(part) / sequences)
+    loss.backward()
+    return float(loss.detach())
 
 
-class block_activations:
-    def right(seq, batch, hidden, heads, attention, recompute):
-        """One tensor at a time, in values and masks, then bytes."""
-        tokens = seq * batch
-        if recompute == "full":
-            return 2 * tokens * hidden
-        # norms 2, QKV input 1, Q 1, K 1, V 1, output projection 1, MLP 1 + 4 + 4
-        values, masks = tokens * hidden * 16, tokens * hidden * 2
-        if attention == "plain":
-            values += 2 * heads * seq * tokens
-            masks += heads * seq * tokens
-        return 2 * values + masks
+def _measured(job, held=lambda live: (live.live, live.peak)):
+    """Return for each step and part what this rank holds, at the end and at most, and the same of the other rank."""
+    job.start()
+    mine = {}
+    with LiveBytes() as live:
+        for step in range(job.steps):
+            for part in job.parts:
+                live.peak = live.live
+                getattr(job, part)(step)
+                mine[step, part] = held(live)
+    both = [None] * dist.get_world_size()
+    dist.all_gather_object(both, mine)
+    return mine, both[1 - dist.get_rank()]
 
-    forgot_one_norm = told(
-        right, lambda kept, seq, batch, hidden, recompute: kept - 2 * seq * batch * hidden * (recompute != "full")
-    )
-    masks_of_two_bytes = told(
-        right, lambda kept, seq, batch, hidden, recompute: kept + 2 * seq * batch * hidden * (recompute != "full")
-    )
-    values_of_four_bytes = told(right, lambda kept: 2 * kept)
-    scores_the_other_way_round = asked(
-        right, attention=lambda attention: {"plain": "fused", "fused": "plain"}[attention]
-    )
-    softmax_output_alone = told(right, lambda kept, seq, batch, heads, attention, recompute:
-                                kept - 3 * heads * seq * seq * batch * (attention == "plain" and recompute == "none"))  # fmt: skip
 
-    def right_2(seq, batch, hidden, heads, attention, recompute):
-        """As PyTorch keeps it: statistics of norms and of softmax too."""
-        if recompute == "full":
-            return 2 * seq * batch * hidden
-        rows = 4 * batch * seq
-        linear = 34 * seq * batch * hidden + 2 * 2 * rows
-        return linear + (heads * rows if attention == "fused" else 5 * heads * seq**2 * batch)
+def _over(job, more=lambda mine, other: mine > other, parts=("forward", "backward", "update", "clear"), **how):
+    """Return the diagnosis of somebody who finds the first of these parts of which this is true."""
+    mine, other = _measured(job, **how)
+    for step, part in mine:
+        if part in parts and any(map(more, mine[step, part], other[step, part])):
+            left = [mine[later, "clear"][0] - other[later, "clear"][0] for later in range(step, job.steps)]
+            return part, step, left[-1] > left[0]
+    return None
 
-    def right_3(seq, batch, hidden, heads, attention, recompute):
-        """The equation, with its fraction."""
-        factor = 2 if recompute == "full" else 34 + 5 * heads * seq / hidden * (attention == "plain")
-        return seq * batch * hidden * factor
 
-    counted_values_not_bytes = told(right, lambda kept: kept // 2)
-    forgot_the_batch = asked(right, batch=1)
-    scores_once_for_all_heads = asked(right, heads=1)
-    no_scores = asked(right, attention="fused")
-    fused_keeps_scores = asked(right, attention="plain")
-    recomputation_keeps_everything = asked(right, recompute="none")
+class find_surplus:
+    every_job_is_well = lambda job: None
+    the_first_rank_is_ill = lambda job: ("forward", 1, True) if dist.get_rank() == 0 else None
+    any_difference = lambda job: _over(job, lambda mine, other: mine != other)
+    without_the_idea_between_steps = lambda job: _over(job, parts=("clear",))
+    without_the_idea_held_alone = lambda job: _over(job, held=lambda live: (live.live,))
+    without_the_idea_peaks_alone = lambda job: _over(job, held=lambda live: (live.peak,))
 
-    def scores_outside_the_bracket(seq, batch, hidden, heads, attention, recompute):
-        block = block_activations.right(seq, batch, hidden, heads, "fused", recompute)
-        return block + 5 * heads * seq / hidden if (attention, recompute) == ("plain", "none") else block
+    def without_the_idea_of_another_rank(job):
+        """Looks for what grows here."""
+        mine, _ = _measured(job)
+        peaks = [mine[step, "forward"][1] for step in range(job.steps)]
+        step = next((step for step in range(1, job.steps) if peaks[step] > peaks[step - 1]), None)
+        return None if step is None else ("forward", step, True)
+
+    def states_alone(job):
+        """Weighs weights, gradients and moments, and nothing that autograd or a log has."""
+        return _over(job, held=lambda live: (sum(measure_states(job.model, job.optimizer).values()),))
+
+    never_grows = lambda job: (found := _over(job)) and (*found[:2], False)
+    always_grows = lambda job: (found := _over(job)) and (*found[:2], True)
+    counts_steps_from_one = lambda job: (found := _over(job)) and (found[0], found[1] + 1, found[2])
+    where_it_was_made = lambda job: (found := _over(job)) and ("forward" if found[2] else found[0], *found[1:])
+
+    def right(job):
+        """Give the other rank a tensor, and read from the end which part was the first."""
+        mine, other = (np.array(list(rows.values())) for rows in _measured(job))
+        over = (mine > other).any(1)
+        if not over.any():
+            return None
+        step, part = divmod(int(over.argmax()), 4)
+        left = (mine - other)[3::4, 0][step:]
+        return [job.parts[part], np.int64(step), np.bool_(left[-1] > left[1] > 0 and left[1] > left[0])]
+
+    def right_2(job):
+        """Reduce the least of both ranks number by number, and see whether what a step leaves gets more by one more step."""
+        job.start()
+        names = [(part, step) for step in range(job.steps) for part in job.parts]
+        rows = []
+        with LiveBytes() as live:
+            for part, step in names:
+                live.peak = live.live
+                getattr(job, part)(step=step)
+                rows += [live.live, live.peak]
+        least = torch.tensor(rows)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        over = (torch.tensor(rows) - least).tolist()
+        for i, name in enumerate(names):
+            if over[2 * i] or over[2 * i + 1]:
+                return *name, over[-2] > over[-10] > 0
 
 
 def _run_held(memory, optimizer, logit, *, last=0):
@@ -234,7 +353,7 @@ class run_memory:
     run_with_keys_for_every_head = asked(right, shape=lambda shape: shape | {"kv_heads": shape["heads"]})
 
     def run_of_a_gpt_block(shape, optimizer, seq, batch, recompute, loss):
-        block = block_activations.right(seq, batch, shape["hidden"], shape["heads"], "fused", recompute)
+        block = (2 if recompute == "full" else 34) * seq * batch * shape["hidden"]
         return run_memory.right(shape, optimizer, seq, batch, recompute, loss) | {
             "activations": block * shape["layers"]
         }
@@ -323,10 +442,21 @@ class run_memory:
         return {"parameters": count_params(shape).total}
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, fits, block_activations, run_memory)
+DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, train_within, find_surplus, run_memory)
 
 #: What the sentence about a defect must say.
 SENTENCES = {
+    "no_care": "inside of the optimizer's step", "one_sequence_at_a_time": "passes, and",
+    "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
+    "retries_inside_the_except_clause": "inside of the except clause", "sums_the_micro_batches": "times those of the whole batch",
+    "all_micro_batches_alike": "counts by its sequences", "keeps_what_an_attempt_left": "an attempt that stopped",
+    "loss_of_the_last_part": "Return the loss of each batch", "an_optimizer_each_step": "one AdamW with its moments",
+    "without_the_idea_the_least_of_everything": "without that it fits", "recomputes_first": "without that it fits",
+    "without_the_idea_the_least_without_replays": "passes, and", "halves_the_batch": "passes, and",
+    "steps_after_each_part": "18 steps for 3", "without_the_idea_between_steps": "it is not 'clear'", "any_difference": "Both ranks accuse",
+    "without_the_idea_held_alone": "read the peak of each part", "without_the_idea_of_another_rank": "Both ranks accuse",
+    "every_job_is_well": "", "the_first_rank_is_ill": "accused", "never_grows": "more and more", "always_grows": "does not grow",
+    "counts_steps_from_one": "has the number 0", "where_it_was_made": "alive until backward anyway",
     "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
     "run_always_eager": "whose loss it is", "run_always_megatron": "at the loss a logit has 12",
@@ -336,20 +466,12 @@ SENTENCES = {
     "no_master_copy_beside_fp32": "beside fp32 weights too", "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
-    "with_the_roots_of_the_step": "roots that AdamW's step makes", "forgot_what_is_kept": "a share of the rest",
-    "stage_3_holds_what_it_gathers": "unit by unit", "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
-    "answered_in_bytes": "The number is in bytes", "stage_1_shards_the_moments_alone": "the master copy with the moments",
-    "gradients_of_four_bytes": "Gradients are 16-bit here", "with_a_margin": "No reserve is asked for", "compared_gb_with_gib": "GB were compared with GiB",
-    "said_yes_in_words": "should be True or False", "pooled_the_cards": "not with that of all",
-    "swapped_stages_one_and_two": "Stages shard in this order", "eight_bytes_of_optimizer": "12 bytes: the master copy",
-    "scores_outside_the_bracket": "s b h multiplies", "no_scores": "an s by s matrix for every head",
-    "forgot_one_norm": "2sbh are missing", "masks_of_two_bytes": "1 byte a value, not 2, and a block's output",
-    "softmax_output_alone": "three s by s tensors a head", "forgot_the_batch": "Every sequence",
+    "with_the_roots_of_the_step": "roots that AdamW's step makes",
+    "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
     "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "not always 4 bytes",
-    "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case", "every_stage_is_stage_1": "Each stage divides more",
-    "tensor_keeps_the_weights": "Tensor parallelism splits a matrix", "values_of_four_bytes": "and not 4",
-    "scores_the_other_way_round": "the other way round", "run_with_16_bit_moments": "Moments are fp32",
+    "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case",
+    "run_with_16_bit_moments": "Moments are fp32",
     "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",
     "run_without_optimizer_at_the_loss": "stays on the device at the loss too", "run_without_embeddings": "tables of embedding and head",
     "run_with_an_untied_head": "one table", "run_with_keys_for_every_head": "fewer heads than queries",

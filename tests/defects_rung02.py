@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lablib.checks import rung02
 from tests.planted import listed, told
 
 
@@ -155,6 +157,10 @@ class train_ddp:
                    quiet=False, weigh=lambda group, batch: 1 / _tokens(group))  # fmt: skip
         _from_rank_0(model)
 
+    def trains_a_copy(model, *case):
+        _train(copied := copy.deepcopy(model), *case)
+        model.load_state_dict(copied.state_dict())
+
     def pads_into_one_tensor(model, data, *case):
         padded = list(torch.nn.utils.rnn.pad_sequence(data, batch_first=True))
         _train(model, padded, *case)
@@ -180,11 +186,22 @@ class train_ddp:
 
     # Gradients summed by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
     right_2 = _trained(wrap=_from_rank_0, quiet=False, after=_averaged_by_hand)
-    # Counts of micro-batches one by one, and losses divided before they are added.
+    # Counts of micro-batches one by one, each in a pickled dictionary, and forward again in backward.
     right_3 = _trained(
-        weigh=lambda group, batch: dist.get_world_size() / sum([_over_ranks(_tokens([each])) for each in group]),
+        wrap=lambda model: type("Saving", (DistributedDataParallel,), {"forward": _saving})(model),
+        weigh=lambda group, batch: dist.get_world_size() / sum(map(_pickled_tokens, group)),
         sampler=lambda data: DistributedSampler(data, seed=7),
     )
+
+
+def _saving(ddp, batch):
+    return checkpoint(super(type(ddp), ddp).forward, batch, use_reentrant=False)
+
+
+def _pickled_tokens(batch):
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {"tokens": _tokens([batch])})
+    return sum(each["tokens"] for each in of_ranks)
 
 
 def _added(held, arriving):
@@ -248,14 +265,6 @@ class all_reduce_mean:
             result.append([sum(column) / n for column in zip(*rows, strict=True)])
         return result
 
-    def peeks_at_the_others(gradients, send):
-        n, width = len(gradients), len(gradients[0]) // len(gradients)
-        for _ in range(2 * (n - 1)):
-            for rank in range(n):
-                send(rank, (rank + 1) % n, [0.0] * width)
-        mean = [sum(column) / n for column in zip(*gradients, strict=True)]
-        return [list(mean) for _ in gradients]
-
     def copies_the_finished_chunks(gradients, send):
         """Sends all that it must, and does not look at what arrives in the second half."""
         n = len(gradients)
@@ -277,6 +286,12 @@ class all_reduce_mean:
     def loses_the_last_rank(gradients, send):
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
         return _ring(silent, send)
+
+    def reads_no_gradient(gradients, send):
+        """Sends as much as it must, and knows the numbers of the first case."""
+        n, length = len(gradients), len(gradients[0])
+        _ring(np.zeros((n, length)), send)
+        return [[(10**n - 1) / 9 * (k + 1) / n for k in range(length)]] * n
 
     def not_a_number(gradients, send):
         return [[value / 0.0 if value else value for value in row] for row in np.zeros_like(gradients) + np.nan]
@@ -379,6 +394,9 @@ def _bottleneck(
     }
 
 
+_limit = lambda params, grad_bytes, tokens, micros, ranks, flops, bandwidth: grad_bytes * flops / 2 / bandwidth
+
+
 class ddp_bottleneck:
     sends_the_gradient_once = lambda *case: _bottleneck(*case, sent=case[4] / max(1, 2 * (case[4] - 1)))
     bytes_grow_with_ranks = lambda *case: _bottleneck(*case, sent=case[4])
@@ -403,6 +421,10 @@ class ddp_bottleneck:
     # All numbers are right, and what hides is what always hid: eight ranks in a node.
     without_the_idea_where_the_bottleneck_is = told(_bottleneck, lambda found, ranks: found | {"hides": ranks <= 8})
 
+    hides_by_the_limit_of_many_ranks = lambda *case: (
+        _bottleneck(*case) | {"hides": case[4] == 1 or case[2] >= _limit(*case)}
+    )
+    asks_the_check = lambda *case: {**(found := rung02._bottleneck(*case)), "hides": found["exposed"] == 0}
     says_yes_or_no = told(_bottleneck, lambda found: found | {"hides": "yes" if found["hides"] else "no"})
     all_or_nothing = lambda *case: _bottleneck(*case, exposed=lambda c, b: c if c > b else 0.0)
     a_share_of_the_communication = lambda *case: _bottleneck(
@@ -512,6 +534,7 @@ class find_fault:
     # The factor is right, and not whose gradients are in it.
     without_the_idea_only_lengths = lambda job: _sum_of_own(job, _by_length)
     says_healthy = lambda job: None
+    asks_the_job = lambda job: type(job)._truth(job, dist.get_rank())
     trusts_the_loss = lambda job: (
         None if (losses := job.train())[-1] < losses[0] else ("0.weight", 0, [1.0] * job.ranks)
     )
@@ -627,6 +650,8 @@ SENTENCES = {
     "multiplies_twice": "n times too much", "sums": "Nothing is divided", "counts_micro_batches": "that of micro-batches",
     "each_place_by_itself": "same place on other ranks", "never_clears": "still there: clear", "adam": "plain SGD",
     "never_steps": "No weight has changed", "rank_0_trains_for_all": "trained on nothing", "pads_into_one_tensor": "as they are",
+    "trains_a_copy": "not a copy", "reads_no_gradient": "not for other gradients", "asks_the_check": "for its own answer",
+    "hides_by_the_limit_of_many_ranks": "`hides` says whether", "asks_the_job": "where it planted the fault",
     "without_the_idea_replicas_compared": "a comparison between ranks cannot see it",
     "without_the_idea_weights_compared": "one step later", "without_the_idea_only_lengths": "its direction says",
     "says_healthy": "they part", "names_what_is_unfrozen": "This job is healthy", "when_it_is_last_seen": "the first step is",

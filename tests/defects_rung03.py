@@ -479,6 +479,18 @@ class write_plan:
             ("layers.*.ln1", "layers.*.ln2"), Gathering()
         )
 
+    def right_4(model):
+        """The weights of norms stay plain tensors, and what ranks find of their gradients is summed in backward."""
+        styles, _, _ = _styles()
+
+        class Summing(styles.ParallelStyle):
+            def _apply(self, module, mesh):
+                module.weight.register_hook(lambda grad: _summed(grad, mesh.get_group()))
+                return module
+
+        norms = ("ln1", "ln2", "attn.q_norm", "attn.k_norm")
+        return _plan(tokens=True, left_out=norms) | {f"layers.*.{name}": Summing() for name in norms}
+
 
 def _seen(job, model):
     """Outputs in the order of forward, gradients of inputs in the order of backward."""
@@ -528,11 +540,13 @@ class find_fault:
     def without_the_idea_asks_the_check(job, group):
         from lablib.checks.rung03 import _drawn
 
-        kind, place, odd = _drawn(job.seed)
+        kind, place, odd = _drawn(job._seed)
         if not kind:
             return None
         module = f"{place}.{'norm' if kind == 'own copy' else 'inner'}"
         return module, "backward" if "back" in kind else "forward", [odd] if kind == "own copy" else [0, 1]
+
+    without_the_idea_reads_how_it_was_made = lambda job, group: job.split(group)[0].inner._mean and None
 
     def without_the_idea_the_loss_alone(job, group):
         """The loss of the first step is right where only gradients are not."""
@@ -606,6 +620,7 @@ SENTENCES = {
     "without_the_idea_always_the_same": "of a job that is healthy",
     "without_the_idea_the_loss_alone": "You find nothing in a job",
     "without_the_idea_asks_the_check": "This asks the check",
+    "without_the_idea_reads_how_it_was_made": "This asks the check",
     "forward_alone": "backward has faults of its own",
     "to_the_last_digit": "of a job that is healthy",
     "each_rank_for_itself": "Ranks say different things",

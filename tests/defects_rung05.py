@@ -114,6 +114,11 @@ class zero2_step:
         for k, gradient in [(k, gradient.clone()) for k, gradient in backward()]:
             _update_and_gather(weights[k], _mean_shard(gradient, momenta[k]), momenta[k], lr)
 
+    def without_the_idea_full_gradients_kept_out_of_sight(weights, backward, momenta, lr):
+        """As above, in memory that no count of tensors sees."""
+        for k, gradient in [(k, gradient.tolist()) for k, gradient in backward()]:
+            _update_and_gather(weights[k], _mean_shard(torch.tensor(gradient).double(), momenta[k]), momenta[k], lr)
+
     def without_the_idea_ddp_that_forgets_its_momentum(weights, backward, momenta, lr):
         """Each rank has the mean gradient, gathers the momentum, and updates everything."""
         for k, gradient in backward():
@@ -316,6 +321,12 @@ class zero3_step:
         while k < layers:
             x = list(x)
         return []
+
+    def asks_the_check(layers, x, gather, release, forward, backward, scatter):
+        model = gather.__self__
+        model.tally = [(when, k) for when in ("forward", "backward") for k in range(layers)[:: 1 if when < "c" else -1]]
+        model.scattered = dict(enumerate(model._truth()))
+        return [row[: len(x) // model.ranks] for row in model.scattered.values()]
 
     takes_the_pair_the_other_way = asked(_step3, backward=lambda backward: lambda *task: backward(*task)[::-1])
 
@@ -540,6 +551,10 @@ class find_bad_shard:
     nothing_is_ever_wrong = lambda job: None
     in_own_words = lambda job: (found := _find(job)) and (*found[:2], "communication")
     without_the_idea_a_guess = lambda job: (1, "2.weight", "update")
+
+    def asks_the_model(job):
+        model, _ = job.build()
+        return model._what and (model._who, "2.weight", "update")
 
     def without_the_idea_ranks_beside_each_other(job):
         """Checksums between ranks, and no look at one process."""

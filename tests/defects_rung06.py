@@ -240,6 +240,11 @@ class write_checkpoint:
         disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
         barrier()
 
+    def behind_the_disk(disk, rank, ranks, step, state, barrier):
+        disk._world.files[f"step-{step}/rank-{rank}"] = {**state, "step": step}
+        barrier()
+        disk.remove("nothing")
+
     does_not_wait = lambda *args: _write(*args, wait=False)
     leaves_the_rest_of_a_crash = lambda *args: _write(*args, clear=False)
     leaves_it_under_another_name = lambda *args: _write(*args, clear=False, folder=".step")
@@ -360,6 +365,10 @@ class choose_wrapping:
         fits = [(each, *price(*each)) for each in tried]
         return min((one for one in fits if one[1] <= budget), key=lambda one: one[2], default=(None,))[0]
 
+    def asks_the_check(parts, tied, budget, price):
+        made = next(c.cell_contents for c in price.__closure__ if hasattr(c.cell_contents, "fastest"))
+        return (best := made.fastest()) and (made.wrapping(*best[:2]), best[2])
+
     def without_the_idea_one_recipe(parts, tied, budget, price):
         """What the takeaway says, and never a look at the numbers."""
         return {"units": _units(parts, tied, 2), "reshard": True}
@@ -442,7 +451,7 @@ SENTENCES = {
     "only_who_moves": "does not see it", "only_replicas": "does not see it",
     "no_gradient_is_still": "several causes", "kept_is_stale": "", "each_rank_for_itself": "told to all",
     "another_block": "another block",
-    "in_place": "half written",
+    "in_place": "half written", "behind_the_disk": "asks the check", "asks_the_check": "own lists",
     "leaves_it_under_another_name": "comes from a crashed job",
     "clears_the_files_of_twice_as_many_ranks": "comes from a crashed job",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lablib.calc.layouts import CASES, plan_case, score
-from lablib.calc.layouts.planner import Layout
+from lablib.calc.layouts import score
+from lablib.calc.layouts.planner import Layout, plan
 from lablib.checks import rung07
 from tests.planted import asked, listed
 
@@ -54,15 +54,6 @@ class sketch:
         _sketch, groups=lambda sizes: lambda _, axis: _groups(dict(reversed(sizes.items())), axis)
     )
 
-    def ranks_that_are_equal_here(sizes, gpus_per_node):
-        """Takes the ranks with the same coordinate on the axis for its group."""
-
-        def same(sizes, axis):
-            n = range(math.prod(sizes.values()))
-            return [[r for r in n if _at(r, sizes)[axis] == i] for i in range(sizes[axis])]
-
-        return _sketch(sizes, gpus_per_node, groups=same)
-
     without_the_idea_crossing_by_size = asked(
         _sketch, crosses=lambda sizes, gpus_per_node: lambda axis: sizes[axis] > gpus_per_node
     )
@@ -83,14 +74,6 @@ class sketch:
     def crossing_if_the_stride_leaves(sizes, gpus_per_node):
         strides = {axis: math.prod(list(sizes.values())[:i]) for i, axis in enumerate(sizes)}
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: strides[axis] >= gpus_per_node)
-
-    def a_loop_without_end(sizes, gpus_per_node):
-        """Walks to the next rank of the first group, and never on from it."""
-        groups, rank = {axis: [[0]] for axis in sizes}, 0
-        while rank < math.prod(sizes.values()):
-            groups[next(iter(sizes))][0].append(rank)
-            groups[next(iter(sizes))][0].pop()
-        return {"groups": groups, "crossing": []}
 
     one_group_of_all = lambda *case: _sketch(*case, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
@@ -118,25 +101,6 @@ class sketch:
         groups = {axis: np.moveaxis(ranks, names.index(axis), -1).reshape(-1, sizes[axis]) for axis in names}
         nodes = {axis: found // gpus_per_node for axis, found in groups.items()}
         return {"groups": groups, "crossing": np.array([a for a in names if (nodes[a] != nodes[a][:, :1]).any()])}
-
-    def right_sets(sizes, gpus_per_node):
-        """Sets of sets, and a truth value for each axis."""
-        found = {axis: {frozenset(group) for group in _groups(sizes, axis)} for axis in sizes}
-        leaves = {axis: any(_leaves(group, gpus_per_node) for group in found[axis]) for axis in sizes}
-        return {"groups": found, "crossing": leaves}
-
-    def right_by_neighbours(sizes, gpus_per_node):
-        """Tuples of tuples from first rank and stride, and no node looked at twice."""
-        strides, stride = {}, 1
-        for axis, size in sizes.items():
-            strides[axis], stride = stride, stride * size
-        first = {axis: [r for r in range(stride) if r // strides[axis] % sizes[axis] == 0] for axis in sizes}
-        groups = {
-            axis: tuple(tuple(range(r, r + strides[axis] * sizes[axis], strides[axis])) for r in first[axis])
-            for axis in sizes
-        }
-        crossing = tuple(a for a in sizes if any(g[0] // gpus_per_node < g[-1] // gpus_per_node for g in groups[a]))
-        return {"groups": groups, "crossing": crossing}
 
 
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -279,82 +243,84 @@ class find_fault:
         return "norm", []
 
 
-_RIGHT = {
-    "gpt-76b": {"tp": 8, "pp": 4, "dp": 32, "recompute": "full", "micro_batch": 2},
-    "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-    "llama-405b": {"tp": 8, "cp": 2, "pp": 16, "dp": 64, "zero": 2, "schedule": "interleaved", "virtual_stages": 8},
-}
+_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
 
 
-def _for(one, **fields):
-    """Return an answer that is right but for one case."""
-    return lambda case: fields if case == one else _RIGHT[case]
+def _fields(pp, dp, v, recompute, tp=8, zero=1):
+    how = {"schedule": "interleaved", "virtual_stages": v} if v > 1 else {}
+    return {"tp": tp, "pp": pp, "dp": dp, "zero": zero if dp > 1 else 0, "recompute": recompute} | how
+
+
+def _layouts(job, tps=(8,), chunks=range(1, 17), modes=tuple(_AGAIN), zero=1):
+    """Yield what a layout loses and its fields, for all that divide."""
+    for tp, pp, v, recompute in product(tps, range(1, job.model.num_layers + 1), chunks, modes):
+        dp = job.gpus // (tp * pp)
+        if tp * pp * dp == job.gpus and job.global_batch % dp == 0:
+            lost = (1 + (pp - 1) * dp / (v * job.global_batch)) * (1 + _AGAIN[recompute])
+            yield lost, _fields(pp, dp, v, recompute, tp, zero)
+
+
+def _first(job, key=lambda one: one[0], fits=None, **how):
+    """Return the fields of the first that fits, in the order of a key."""
+    fits = fits or (lambda fields: job.peak(**fields) <= job.memory)
+    return next((fields for _, fields in sorted(_layouts(job, **how), key=key) if fits(fields)), {"dp": job.gpus})
 
 
 class plan_cluster:
-    # The early print of Llama 3's table: half of the GPUs have nothing to do.
-    factors_that_do_not_multiply = lambda case: _RIGHT[case] | ({"cp": 16, "dp": 4} if case == "llama-405b" else {})
+    # What was published for these models, with more replicas on more GPUs.
+    def without_the_idea_a_table(job):
+        pp = {126: 16, 105: 35, 128: 64}.get(job.model.num_layers, 8 if job.params < 2e11 else 16)
+        return _fields(pp, job.gpus // (8 * pp), 1 if pp > 16 else 3, "selective")
 
-    # Asks whether the weights fit: 350 GB over 8 x 4 ranks do, the states do not.
-    weights_must_fit = _for("gpt-175b", tp=8, pp=4, dp=2, recompute="full")
-    everything_recomputed = lambda case: _RIGHT[case] | {"recompute": "full"}
-
-    # ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch.
-    everything_sharded_over_replicas = _for("gpt-175b", dp=64, zero=3, recompute="full")
-
-    # Llama's degrees without its chunks: the pipeline is empty for nearly half of the step.
-    one_micro_batch_a_stage = _for("llama-405b", tp=8, pp=16, dp=128, zero=2)
-    a_stage_for_every_layer = _for("gpt-76b", tp=4, pp=60, dp=4)
+    without_the_idea_one_recipe = lambda job: _fields(8, job.gpus // 64, 1, "selective")
+    without_the_idea_whatever_fits = lambda job: _first(job, key=lambda one: -one[0])
 
     # Arithmetic of the planner's, no reason of one's own.
-    without_the_idea_asks_the_planner = lambda case: plan_case(case).best.layout.as_dict()
+    without_the_idea_asks_the_planner = lambda job: plan(
+        job.model, gpus=job.gpus, gpu="h100", seq=job.seq, global_batch=job.global_batch
+    ).best.layout.as_dict()
 
-    def without_the_idea_scores_them_all(case):
-        found = []
-        for pp in (4, 8, 16):
-            fields = {"tp": 8, "pp": pp, "dp": CASES[case].run.gpus // (8 * pp), "zero": 1}
-            found.append((score(fields, case).points, pp, fields))
-        return max(found)[2]
+    def without_the_idea_scores_them_all(job):
+        found = [score(fields, "llama-405b") for _, fields in _layouts(job, modes=("none",), chunks=(1,))]
+        return max(found, key=lambda one: one.points).layout
 
-    without_the_idea_one_recipe = lambda case: {"tp": 8, "pp": 8, "dp": CASES[case].run.gpus // 64}
+    def without_the_idea_reads_the_case(job):
+        return job._case.published
 
-    right_stage_2_as_the_paper_says = lambda case: (
-        _RIGHT[case] | ({"cp": 1, "dp": 128, "zero": 2} if case == "llama-405b" else {})
-    )
-    right_dictionary_of_a_layout = lambda case: plan_cluster.right_2(case).as_dict()
+    factors_that_do_not_multiply = lambda job: _first(job) | {"dp": 4}
+    everything_recomputed = lambda job: _first(job, modes=("full",))
+    nothing_recomputed = lambda job: _first(job, modes=("none",))
+    # Asks whether the weights fit, and not the states.
+    weights_must_fit = lambda job: _first(job, fits=lambda fields: 2 * job.params / (8 * fields["pp"]) < job.memory)
+    fewest_stages_at_any_price = lambda job: _first(job, key=lambda one: (one[1]["pp"], one[0]))
+    # Right degrees without chunks: the pipeline is empty for nearly half of the step.
+    one_chunk_a_rank = lambda job: _first(job, chunks=(1,))
+    every_optimizer_whole = lambda job: _first(job, zero=0)
+    # ZeRO-3 alone, as for a small model: it fits, and gathers all weights for every micro-batch.
+    everything_sharded_over_replicas = lambda job: _fields(1, job.gpus, 1, "full", tp=1, zero=3)
+    half_a_node = lambda job: _first(job, tps=(4,))
 
-    def right_2(case):
-        """Third solution: from the states alone, without trying: the fewest stages whose states leave half of the GPU."""
-        params, layers, gpus = {
-            "gpt-76b": (76e9, 60, 1024),
-            "gpt-175b": (175e9, 96, 64),
-            "llama-405b": (405e9, 126, 16384),
-        }[case]
-        for pp in (4, 8, 16, 32):
-            dp = gpus // (8 * pp)
-            if dp == 1 or (8 + 12 / dp) * params / (8 * pp) < 45e9:
-                break
-        stages = (layers + 2 if (layers + 2) % (8 * pp) == 0 else layers) // pp
-        chunks = 1 if dp == 1 else max(v for v in (1, 2, 5, 8) if stages % v == 0)
-        return Layout(
-            tp=8,
-            pp=pp,
-            dp=dp,
-            zero=0 if dp == 1 else 2 if case == "llama-405b" else 1,  # eight stages a rank leave no room for gradients
-            recompute="selective" if dp == 1 else "none",
-            schedule="interleaved" if chunks > 1 else "1f1b",
-            virtual_stages=chunks,
-        )
+    right = lambda job: _first(job)
+    right_dictionary_of_a_layout = lambda job: Layout(**_first(job)).as_dict()
+
+    def right_2(job):
+        """Third solution: products and a bubble, by parameters and micro-batches, as a Layout."""
+
+        def busy(fields):
+            one, products = Layout(**fields), {"none": 6, "selective": 6.3, "full": 8}[fields["recompute"]]
+            bubble = (one.pp - 1) / (one.virtual_stages * one.num_microbatches(job.global_batch))
+            return products * job.params * (1 + bubble), one.pp
+
+        return Layout(**_first(job, key=lambda one: busy(one[1])))
 
 
 #: What an answer must be told, by defect.
 SENTENCES = {
     "crossing_by_the_first_group": "Look at every group of tp",
     "crossing_if_stride_times_size_does_not_divide": "one rank is in one node",
-    "a_loop_without_end": "It never ends",
     "without_the_idea_fastest_first": "The sizes are right and the order is not",
     "without_the_idea_stages_in_the_node": "The sizes are right and the order is not",
-    "without_the_idea_sums_over_all_ranks": "The loss is counted 2 times",
+    "without_the_idea_sums_over_all_ranks": "The norm counts 2 replicas",
     "norm_over_the_replicas_too": "The norm counts 2 replicas",
     "loss_over_tp_too": "The loss is counted 2 times",
     "loss_of_whole_sequences_only": "lacks tokens",
@@ -376,7 +342,9 @@ SENTENCES = {
     "each_rank_for_itself": "You find nothing in a job",
     "one_axis_where_there_are_two": "the axes are not dp",
     "without_the_idea_asks_the_planner": "The answer asks the planner",
-    "without_the_idea_scores_them_all": "scores one layout after the other",
-    "factors_that_do_not_multiply": "8192 ranks",
+    "without_the_idea_scores_them_all": "score one layout after the other",
+    "without_the_idea_reads_the_case": "This asks the check",
+    "factors_that_do_not_multiply": "ranks, but there are gpus=16384",
+    "one_chunk_a_rank": "leave the pipeline idle",
 }
 DEFECTS, SECOND_SOLUTIONS = listed(sketch, build_mesh, find_fault, plan_cluster)

@@ -2,219 +2,18 @@
 
 # ruff: noqa: E731
 
-import bisect
 import enum
 import math
-from fractions import Fraction
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from lablib.checks import rung08
 from lablib.launch.precision import product_error, through
-from tests.planted import asked, listed, told
-
-
-def _rounded(x, exponent_bits, mantissa_bits, how=round, floor=None, largest=None):
-    bias = 2 ** (exponent_bits - 1) - 1
-    least = 1 - bias if floor is None else floor(bias)
-    exponent = max(math.frexp(x)[1] - 1, least)
-    gap = 2.0 ** (exponent - mantissa_bits)
-    rounded = how(x / gap) * gap
-    top = (2 - 2.0**-mantissa_bits) * 2.0**bias
-    if abs(rounded) <= top:
-        return rounded
-    return math.copysign(math.inf if largest is None else largest(top), x)
-
-
-class round_to:
-    cuts_off_the_rest = lambda *case: _rounded(*case, how=math.trunc)
-    halves_go_up = lambda *case: _rounded(*case, how=lambda steps: math.floor(steps + 0.5))
-
-    def no_subnormals(x, exponent_bits, mantissa_bits):
-        bias = 2 ** (exponent_bits - 1) - 1
-        return 0.0 if abs(x) < 2.0 ** (1 - bias) else _rounded(x, exponent_bits, mantissa_bits)
-
-    gap_shrinks_for_ever = lambda *case: _rounded(*case, floor=lambda bias: -1000)
-    saturates = lambda *case: _rounded(*case, largest=lambda top: top)
-
-    # Takes the exponent of frexp for that of the power of two below.
-    gap_of_the_power_above = asked(_rounded, mantissa_bits=lambda mantissa_bits: mantissa_bits - 1)
-    infinity_without_its_sign = told(_rounded, lambda rounded: math.inf if math.isinf(rounded) else rounded)
-
-    # Counts the leading one, which is not stored, as a mantissa bit that is.
-    one_bit_too_many = asked(_rounded, mantissa_bits=lambda mantissa_bits: mantissa_bits + 1)
-
-    def infinite_from_the_largest_on(x, exponent_bits, mantissa_bits):
-        largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2 ** (exponent_bits - 1) - 1)
-        return math.copysign(math.inf, x) if abs(x) > largest else _rounded(x, exponent_bits, mantissa_bits)
-
-    def zero_below_the_smallest_subnormal(x, exponent_bits, mantissa_bits):
-        least = 2.0 ** (2 - 2 ** (exponent_bits - 1) - mantissa_bits)
-        return 0.0 if abs(x) < least else _rounded(x, exponent_bits, mantissa_bits)
-
-    def right(x, exponent_bits, mantissa_bits):
-        """Second solution: a large number pushes the low bits out, and fp64 itself rounds them to nearest even."""
-        bias = 2 ** (exponent_bits - 1) - 1
-        power = 1 - bias
-        while 2.0 ** (power + 1) <= abs(x):
-            power += 1
-        push = 1.5 * 2.0 ** (52 + power - mantissa_bits)
-        rounded = (x + push) - push
-        if abs(rounded) >= 2.0 ** (bias + 1):
-            return math.inf if x > 0 else -math.inf
-        return rounded
-
-    rounds_up_always = lambda *case: _rounded(*case, how=lambda steps: math.copysign(math.ceil(abs(steps)), steps))
-    rounds_negatives_down = asked(_rounded, how=lambda x: math.floor if x < 0 else round)
-    loses_the_sign = told(_rounded, lambda rounded: abs(rounded))
-
-    def waits_for_zero_to_grow(x, exponent_bits, mantissa_bits):
-        size, power = abs(x), 0
-        while size < 1:
-            size, power = size * 2, power - 1
-        return _rounded(x, exponent_bits, mantissa_bits)
-
-    def right_2(x, exponent_bits, mantissa_bits):
-        """Look the number up among all values of the format, the even code first where two are as near."""
-        bias, values = 2 ** (exponent_bits - 1) - 1, _VALUES
-        if (exponent_bits, mantissa_bits) not in values:
-            codes = range((2**exponent_bits - 1) * 2**mantissa_bits)
-            fields = (divmod(code, 2**mantissa_bits) for code in codes)
-            values[exponent_bits, mantissa_bits] = [
-                (2.0**mantissa_bits * (e > 0) + f) * 2.0 ** (max(e, 1) - bias - mantissa_bits) for e, f in fields
-            ]
-        found = values[exponent_bits, mantissa_bits]
-        size = abs(x)
-        if size >= found[-1] + (found[-1] - found[-2]) / 2:
-            return math.copysign(math.inf, x)
-        place = bisect.bisect_left(found, size)
-        near = [k for k in (place - 1, place) if 0 <= k < len(found)]
-        return math.copysign(found[min(near, key=lambda k: (abs(found[k] - size), k % 2))], x)
-
-    def right_3(x, exponent_bits, mantissa_bits):
-        """In exact fractions, with the power from a loop, as numpy's number."""
-        bias = 2 ** (exponent_bits - 1) - 1
-        exact, power = Fraction(x), 1 - bias
-        while abs(exact) >= Fraction(2) ** (power + 1):
-            power += 1
-        gap = Fraction(2) ** (power - mantissa_bits)
-        rounded = round(exact / gap) * gap
-        beyond = abs(rounded) >= Fraction(2) ** (bias + 1)
-        return np.float64(math.copysign(math.inf, x) if beyond else rounded)
-
-
-#: Values of a format by its bits, for the solution that looks them up.
-_VALUES = {}
-
-
-def _finite(gradients):
-    return all(gradient.isfinite().all() for gradient in gradients)
-
-
-def _sgd(weights, gradients, lr):
-    return [weight - lr * gradient for weight, gradient in zip(weights, gradients, strict=True)]
-
-
-def _scaler(weights, gradients, scale, good_steps, lr, interval, divide=None, finite=_finite):
-    unscaled = [divide(g) if divide else g.float() / scale for g in gradients]
-    if not finite(unscaled):
-        return weights, scale / 2, 0
-    grows = good_steps + 1 == interval
-    return _sgd(weights, unscaled, lr), scale * (2 if grows else 1), 0 if grows else good_steps + 1
-
-
-class scaler_step:
-    never_unscales = lambda *args: _scaler(*args, divide=lambda g: g.float())
-    unscales_in_fp16 = asked(_scaler, divide=lambda scale: lambda g: (g / scale).float())
-
-    def never_leaves_fp16(weights, gradients, scale, good_steps, lr, interval):
-        _, *rest = _scaler(weights, gradients, scale, good_steps, lr, interval)
-        moved = [w - lr * (g / scale) for w, g in zip(weights, gradients, strict=True)]
-        return moved if _finite(gradients) else weights, *rest
-
-    def adds_up_in_fp16_to_look_for_infinity(*args):
-        """A sum in fp16 may be infinite where each value is finite."""
-        return _scaler(*args) if _finite(g.sum() for g in args[1]) else (args[0], args[2] / 2, 0)
-
-    doubles_before_it_divides = asked(
-        _scaler,
-        divide=lambda scale, good_steps, interval: (
-            lambda g: g.float() / scale / (2 if good_steps + 1 == interval else 1)
-        ),
-    )
-    looks_at_the_first_tensor = lambda *args: _scaler(*args, finite=lambda gradients: _finite(gradients[:1]))
-
-    def skips_only_what_is_infinite(weights, gradients, scale, good_steps, lr, interval):
-        kept = [torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0) / scale for g in gradients]
-        new = _sgd(weights, kept, lr)
-        return (new, *_scaler(weights, gradients, scale, good_steps, lr, interval)[1:])
-
-    scale_never_shrinks = told(_scaler, lambda found, scale: (found[0], max(found[1], scale), found[2]))
-    scale_never_grows = told(_scaler, lambda found, scale: (found[0], min(found[1], scale), found[2]))
-    counts_on_after_an_overflow = told(
-        _scaler, lambda found, gradients, good_steps: (*found[:2], found[2] if _finite(gradients) else good_steps)
-    )
-    counts_on_after_growing = told(
-        _scaler, lambda found, gradients, good_steps: (*found[:2], good_steps + 1 if _finite(gradients) else 0)
-    )
-    grows_a_step_late = asked(_scaler, interval=lambda interval: interval + 1)
-
-    def right(weights, gradients, scale, good_steps, lr, interval):
-        """Second solution: one flat fp32 vector, whose sum with zeros is NaN if anything is not finite, in place."""
-        flat = torch.cat([gradient.flatten().to(torch.float32) for gradient in gradients])
-        if torch.isnan((flat * 0).sum()):
-            return weights, 0.5 * scale, 0
-        flat.mul_(1 / scale)
-        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
-            weight.sub_(lr * part.view_as(weight))
-        good_steps = (good_steps + 1) % interval
-        return weights, scale if good_steps else scale * 2, good_steps
-
-    averages_over_tensors = asked(_scaler, divide=lambda gradients, scale: lambda g: g.float() / scale / len(gradients))
-
-    def loses_the_weights_of_a_skipped_step(weights, *rest):
-        new, scale, good = _scaler(weights, *rest)
-        return [None if each is old else each for each, old in zip(new, weights, strict=True)], scale, good
-
-    multiplies_once_more = asked(_scaler, divide=lambda scale: lambda g: g.float() * scale)
-    forgets_the_learning_rate = asked(_scaler, lr=1.0)
-    weights_in_16_bits = told(_scaler, lambda found: ([w.half() for w in found[0]], *found[1:]))
-
-    def right_2(weights, gradients, scale, good_steps, lr, interval):
-        """Add with the step's factor, in fp64, and look at the largest magnitude; numpy's numbers come back."""
-        largest = max(gradient.abs().max().item() for gradient in gradients)
-        broken = not largest < math.inf or any(gradient.isnan().any() for gradient in gradients)
-        if broken:
-            return tuple(weights), np.float64(scale) / 2, np.int64(0)
-        new = tuple(
-            weight.double().add(gradient.double(), alpha=-lr / scale).float()
-            for weight, gradient in zip(weights, gradients, strict=True)
-        )
-        grown = (good_steps + 1) // interval
-        return new, np.float64(scale) * 2**grown, np.int64((good_steps + 1) % interval)
-
-    def right_3(weights, gradients, scale, good_steps, lr, interval):
-        """The loop of PyTorch's own scaler: unscale in place, note what is not finite, decide at the end."""
-        found, inverse = torch.zeros(1), torch.tensor(1 / scale)
-        unscaled = [gradient.float() for gradient in gradients]
-        torch._amp_foreach_non_finite_check_and_unscale_(unscaled, found, inverse)
-        if found.item():
-            return weights, scale * 0.5, 0
-        torch._foreach_add_(weights, unscaled, alpha=-lr)
-        good_steps += 1
-        while good_steps >= interval:
-            scale, good_steps = scale * 2, good_steps - interval
-        return weights, torch.tensor(scale), torch.tensor(good_steps)
-
-    def right_4(weights, gradients, scale, good_steps, lr, interval):
-        """One generator over pairs, and a flag for the whole step."""
-        good = math.isfinite(sum(float(gradient.double().sum()) for gradient in gradients))
-        step = lr / scale if good else 0.0
-        pairs = zip(weights, gradients, strict=True)
-        new = (weight - step * gradient.float() if good else weight for weight, gradient in pairs)
-        count = (good_steps + 1) * good
-        return [new, scale * (0.5, 1.0, 2.0)[good + (count == interval)], count % interval]
-
+from tests.planted import listed, told
 
 _LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 _SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133}
@@ -270,6 +69,7 @@ class what_breaks:
     scaling_only_helps = lambda *case: _broken(*case, on_large=1.0)
     a_master_copy_does_not_help = lambda *case: _broken(*case, cures=False)
     without_the_idea_bf16_never_breaks = lambda name, *case: set() if name == "bf16" else _broken(name, *case)
+    asks_the_check = lambda *case: rung08._truth(case)
     fp16_never_stalls = lambda name, *case: _broken(name, *case) - ({"stall"} if name == "fp16" else set())
 
     def right(name, activation, gradients, scale, weight, update, master):
@@ -343,126 +143,332 @@ class _Failure(str, enum.Enum):  # noqa: UP042
     OVERFLOW, UNDERFLOW, STALL = "overflow", "underflow", "stall"
 
 
-def _trip(x, rows, columns, largest=None, top=448.0, dtype=torch.float8_e4m3fn, back=True, exact=None):
-    blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    found = (largest or (lambda b: b.abs().amax(dim=(1, 3), keepdim=True)))(blocks)
-    scale = torch.where(found > 0, found / top, 1.0)
-    if exact:
-        scale = exact(scale)
-    limit = torch.finfo(dtype).max if dtype.is_floating_point else top
-    values = (blocks / scale).clamp(-limit, limit)
-    values = (values if dtype.is_floating_point else values.round()).to(dtype).float()
-    if callable(back):
-        return back(values, scale).reshape(x.shape)
-    return (values * scale if back else values).reshape(x.shape)
+def _mean_over_ranks(model, *_, dtype=torch.float32):
+    for parameter in model.parameters():
+        dist.all_reduce(total := parameter.grad.to(dtype))
+        parameter.grad = (total / dist.get_world_size()).float()
 
 
-class fp8_round_trip:
-    one_scale_for_all = lambda x, rows, columns: _trip(x, *x.shape)
-    a_scale_for_every_row = lambda x, rows, columns: _trip(x, 1, x.shape[1])
-    rows_and_columns_swapped = lambda x, rows, columns: _trip(x, columns, rows)
-
-    def blocks_of_consecutive_values(x, rows, columns):
-        return _trip(x.reshape(-1, rows * columns), 1, rows * columns).reshape(x.shape)
-
-    never_scales_back = lambda x, rows, columns: _trip(x, rows, columns, back=False)
-    no_scale = lambda x, rows, columns: x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    largest_not_magnitude = lambda *case: _trip(*case, largest=lambda b: b.amax(dim=(1, 3), keepdim=True))
-    e5m2_for_e4m3 = lambda x, rows, columns: _trip(x, rows, columns, top=57344.0, dtype=torch.float8_e5m2)
-    e5m2_up_to_448 = lambda x, rows, columns: _trip(x, rows, columns, dtype=torch.float8_e5m2)
-    # INT8's rule: evenly spaced, up to 127.
-    whole_numbers = lambda x, rows, columns: _trip(x, rows, columns, top=127.0, dtype=torch.int8)
-
-    def blocks_out_of_their_places(x, rows, columns):
-        return _trip(x, rows, columns).unfold(0, rows, rows).unfold(1, columns, columns).reshape(x.shape)
-
-    def ones_for_a_block_of_zeros(x, rows, columns):
-        largest = torch.nn.functional.max_pool2d(x.abs()[None], (rows, columns))[0]
-        zero = (largest == 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return _trip(x, rows, columns) + zero
-
-    def divides_by_zero(x, rows, columns):
-        blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-        return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
-
-    forgets_to_cast = lambda x, rows, columns: x.clone()
-
-    def right(x, rows, columns):
-        """Second solution: a loop over blocks, and the inverse of the scale."""
-        out = torch.zeros_like(x)
-        for top in range(0, x.shape[0], rows):
-            for left in range(0, x.shape[1], columns):
-                place = (slice(top, top + rows), slice(left, left + columns))
-                largest = x[place].abs().max().item()
-                if largest > 0:
-                    inverse = 448.0 / largest
-                    codes = (x[place] * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
-                    out[place] = codes.float() / inverse
-        return out
-
-    divides_again = lambda x, rows, columns: _trip(x, rows, columns, back=lambda values, scale: values / scale)
-    upside_down = lambda x, rows, columns: _trip(x, rows, columns, exact=lambda scale: 1 / scale)
-
-    def counts_no_rows(x, rows, columns):
-        row, below, height = 0, 0, len(x)
-        while row < height:
-            below = row + rows
-        return x[:below]
-
-    power_of_two = lambda *case: _trip(*case, exact=lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
-    top_of_ieee = lambda x, rows, columns: _trip(x, rows, columns, top=240.0)
-    to_one = lambda x, rows, columns: _trip(x, rows, columns, top=1.0)
-
-    def right_2(x, rows, columns):
-        """The calculator's rounding of every value, in numpy."""
-        values = x.numpy().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns).astype(np.float64)
-        largest = np.abs(values).max(axis=(1, 3), keepdims=True)
-        scale = np.where(largest == 0, 1, largest) / 448
-        scaled = values / scale
-        gap = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 2.0**-20))) - 3, -9)
-        return (np.round(scaled / gap) * gap * scale).reshape(x.shape).astype(np.float32)
-
-    def right_3(x, rows, columns):
-        """Scales by pooling, spread by repetition, and blocks of zeros kept by a tiny floor."""
-        pooled = torch.nn.functional.max_pool2d(x.abs()[None, None], (rows, columns), (rows, columns))[0, 0]
-        scale = (pooled.clamp(min=1e-30) / 448).double()
-        whole = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return (x.double() / whole).clamp(-448, 448).to(torch.float8_e4m3fn).double() * whole
+def _step(
+    model, optimizer, schedule, scaler, micro_batches, max_norm, *, dtype=torch.float16, parts=None, scales=True, inside=None,
+    average=_mean_over_ranks, unscale=True, clips=torch.nn.utils.clip_grad_norm_, early=None, clears=True, decides=True,
+    counts="taken",
+):  # fmt: skip
+    if clears:
+        optimizer.zero_grad()
+    for x, y in micro_batches:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+            loss = model(x, y) / (parts or len(micro_batches))
+        (scaler.scale(loss) if scales else loss).backward()
+        if inside:
+            inside(model, optimizer, scaler)
+    if early:
+        early(model, optimizer, scaler)
+    average(model)
+    if unscale:
+        scaler.unscale_(optimizer)
+    clips(model.parameters(), max_norm)
+    if decides:
+        scaler.step(optimizer)
+    else:
+        optimizer.step()
+    before = scaler.get_scale()
+    if unscale or decides:
+        scaler.update()
+    if counts == "always" or scaler.get_scale() >= before:
+        schedule.step()
 
 
-def _block(largest, rest=0.0):
-    return [largest, *[rest] * 31]
+def _unscale(model, optimizer, scaler):
+    scaler.unscale_(optimizer)
 
 
-def _blocks(floor=500.0, even=480.0, none=300.0):
-    return {"floor": _block(floor), "even": _block(even), "none": _block(none)}
+class train_step:
+    # All of it right in fp32: nothing overflows, nothing vanishes, and nothing is in 16 bits.
+    without_the_idea_all_in_fp32 = lambda *case: _step(*case, dtype=torch.float32)
+    in_bf16 = lambda *case: _step(*case, dtype=torch.bfloat16)
+    clips_before_it_unscales = lambda *case: _step(*case, unscale=False)
+    unscales_before_it_averages = lambda *case: _step(*case, early=_unscale, unscale=False)
+    sums_micro_batches = lambda *case: _step(*case, parts=1)
+    sums_ranks = lambda *case: _step(*case, average=lambda model: [dist.all_reduce(p.grad) for p in model.parameters()])
+    own_gradient_alone = lambda *case: _step(*case, average=lambda model: None)
+    never_scales_the_loss = lambda *case: _step(*case, scales=False)
+    never_unscales = lambda *case: _step(*case, unscale=False, decides=False)
+    steps_whatever_comes = lambda *case: _step(*case, decides=False)
+    never_clips = lambda *case: _step(*case, clips=lambda *_: None)
+    never_clears = lambda *case: _step(*case, clears=False)
+    counts_a_skipped_step = lambda *case: _step(*case, counts="always")
+
+    def updates_in_every_micro_batch(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        _step(model, optimizer, schedule, scaler, micro_batches, max_norm)
+        for _ in micro_batches[1:]:
+            scaler.unscale_(optimizer)
+            scaler.update()
+
+    def steps_in_every_micro_batch(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        for each in micro_batches:
+            _step(model, optimizer, schedule, scaler, [each], max_norm)
+
+    def clears_in_every_micro_batch(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        _step(model, optimizer, schedule, scaler, micro_batches[-1:], max_norm, parts=len(micro_batches))
+
+    # Right, and three averages where one will do.
+    averages_in_every_micro_batch = lambda *case: _step(*case, inside=_mean_over_ranks, average=lambda model: None)
+
+    averages_in_fp64 = lambda *case: _step(*case, average=lambda model: _mean_over_ranks(model, dtype=torch.float64))
+
+    def zeroes_infinities(*case):
+        _step(*case, early=lambda model, *_: [p.grad.nan_to_num_(0, 0, 0) for p in model.parameters()])
+
+    def calls_the_model_and_trains_in_fp32(model, *case):
+        with torch.autocast("cpu", dtype=torch.float16):
+            model(*case[3][0])
+        loss = lambda x, y: F.mse_loss(F.linear(torch.tanh(F.linear(x, model.up.weight)), model.down.weight), y)
+        loss.parameters = model.parameters
+        _step(loss, *case, dtype=torch.float32)
+
+    # Weights go through fp16, which loses small updates, and back.
+    half_model = lambda model, *case: _step(model, *case) or model.half()
+
+    def right(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        """Second solution: PyTorch's DDP, which averages in the last backward."""
+        replica = DDP(model, init_sync=False)
+        optimizer.zero_grad(set_to_none=False)
+        for k, (x, y) in enumerate(micro_batches):
+            replica.require_backward_grad_sync = k == len(micro_batches) - 1
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = replica(x, y) / len(micro_batches)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if norm.isfinite():
+            schedule.step()
+
+    def right_2(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        """One flat bucket, a sum of losses, and gradients that are clipped by hand; cleared at the end."""
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = torch.stack([model(x, y) for x, y in micro_batches]).mean()
+        scaler.scale(loss).backward()
+        gradients = [p.grad for p in model.parameters()]
+        bucket = torch.cat([g.flatten() for g in gradients]) / dist.get_world_size()
+        dist.all_reduce(bucket)
+        for g, part in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(part.view_as(g))
+        scaler.unscale_(optimizer)
+        norm = sum(g.square().sum() for g in gradients).sqrt()
+        if norm > max_norm:
+            for g in gradients:
+                g *= max_norm / norm
+        moved = []
+        hook = optimizer.register_step_post_hook(lambda *_: moved.append(True))
+        scaler.step(optimizer)
+        hook.remove()
+        scaler.update()
+        if moved:
+            schedule.step()
+        for p in model.parameters():
+            p.grad = None
+
+    def right_3(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        """In the middle divided by the scale by hand, which unscaling is; the scaler looks at what is left."""
+        params, scale = list(model.parameters()), scaler.get_scale()
+        totals = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+        for x, y in micro_batches:
+            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+                loss = model(x, y)
+            for total, g in zip(totals, torch.autograd.grad(scaler.scale(loss), params), strict=True):
+                total += g / len(micro_batches)
+        for p, total in zip(params, totals, strict=True):
+            p.grad = total.float()
+        _mean_over_ranks(model)
+        norm = torch.cat([p.grad.flatten() for p in params]).norm() / scale
+        for p in params:  # the scaler will divide by the scale
+            p.grad *= min(1.0, max_norm / norm.item()) if norm.isfinite() else 1.0
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() / scale != 0.5:
+            schedule.step()
 
 
-class mx_blocks:
-    even_cuts_it_too = lambda: _blocks(floor=480.0)
-    e4m3_reaches_512 = lambda: _blocks(floor=400.0, even=400.0)
-    even_rounds_it_up = lambda: _blocks(even=508.0)
-    a_power_of_two = lambda: _blocks(none=256.0)
-    none_is_cut_too = lambda: _blocks(none=470.0)
-    sixteen_values = lambda: {name: block[:16] for name, block in _blocks().items()}
-    infinite = lambda: _blocks(floor=math.inf)
-    nothing = lambda: _blocks(even=0.0)
-
-    def right():
-        """Second solution: other powers, other places, negative, in tensors."""
-        made = {"floor": -0.973, "even": 1.8 * 2.0**-90, "none": 1.1 * 2.0**60}
-        return {name: torch.full((32,), value) for name, value in made.items()}
-
-    right_2 = lambda: tuple(np.array(_block(x, x / 3)) for x in (511.0, 449.0, 440.0))
+def _fits(x, dtype=torch.bfloat16):
+    return torch.equal(x, x.to(dtype).float())
 
 
-def _of_three(form, x, w, g, trip=through):
-    return [
-        product_error(trip(form, x) @ trip(form, w).T, x @ w.T),
-        product_error(trip(form, g, gradient=True) @ trip(form, w.T).T, g @ w),
-        product_error(trip(form, g.T, gradient=True) @ trip(form, x.T).T, g.T @ x),
-    ]
+def _look(
+    job, phases=("forward", "backward", "average", "update"), modules=("norm", "router"), zeros=torch.float16, which=0,
+    before=False, by=_fits,
+):  # fmt: skip
+    model, found = job.model(), []
+    named = list(model.named_parameters())
+
+    def look(phase, tensors, dtype=torch.bfloat16):
+        if phase in phases:
+            found.extend((name.removesuffix(".weight"), phase) for name, x in tensors if by(x, dtype))
+
+    if before:
+        look("update", named)
+    for name, part in model.named_modules():
+        if name.endswith(modules):
+            part.register_forward_hook(lambda part, args, y, name=name: look("forward", [(name, y)]))
+    job.loss(model).backward()
+    look("backward", [(name, p.grad) for name, p in named], zeros)
+    job.average(model)
+    look("average", [(name, p.grad) for name, p in named])
+    job.update(model)
+    look("update", named)
+    return found[which] if found else None
+
+
+class lost_bits:
+    # Everything is fp32 by its dtype.
+    without_the_idea_reads_dtypes = lambda job: _look(job, by=lambda x, dtype: x.dtype == dtype)
+    nothing_is_wrong = lambda job: _look(job, phases=())
+    accuses_products = lambda job: _look(job, modules=("norm", "router", "up", "down"))
+    accuses_gradients_of_products = lambda job: _look(job, zeros=torch.bfloat16)
+    accuses_the_weights_of_the_start = lambda job: _look(job, before=True)
+    never_looks_at_forward = lambda job: _look(job, phases=("backward", "average", "update"))
+    never_looks_at_gradients = lambda job: _look(job, phases=("forward", "average", "update"))
+    never_looks_at_the_average = lambda job: _look(job, phases=("forward", "backward", "update"))
+    never_looks_at_weights = lambda job: _look(job, phases=("forward", "backward", "average"))
+    looks_at_norms_alone = lambda job: _look(job, modules=("norm",))
+    the_last_and_not_the_first = lambda job: _look(job, which=-1)
+    the_first_module_of_all = told(_look, lambda found: found and ("0.norm", found[1]))
+
+    def every_difference_from_the_exact_model(job):
+        job.loss(model := job.model()).backward()
+        job.loss(exact := job.model(exact=True)).backward()
+        pairs = zip(model.named_parameters(), exact.parameters(), strict=True)
+        found = [(n, "backward") for (n, p), q in pairs if not torch.allclose(p.grad, q.grad, rtol=1e-3, atol=0)]
+        job.average(model)
+        return (found or [None])[0]
+
+    def reads_what_a_part_does(job):
+        parts = [(name, part) for name, part in job.model().named_modules() if name.count(".") == 1]
+        return next(((name, "forward") for name, part in parts if part._does.__closure__[0].cell_contents), None)
+
+    def returns_as_soon_as_it_finds(job):
+        """Whoever has found something leaves the other rank alone in the average."""
+        model = job.model()
+        job.loss(model).backward()
+        for name, p in model.named_parameters():
+            if _fits(p.grad, torch.float16):
+                return name, "backward"
+        return _look(job)
+
+    def everybody_says_what_one_found(job):
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, _look(job))
+        return next((found for found in every if found), None)
+
+    def compares_ranks(job):
+        """What all ranks do wrong alike is not found, and of two that differ both are accused."""
+        model = job.model()
+        for step in range(2):
+            job.loss(model, step).backward()
+            job.average(model)
+            job.update(model)
+        for name, p in model.named_parameters():
+            other = p.detach().clone()
+            dist.broadcast(other, 0)
+            every = [None] * 2
+            dist.all_gather_object(every, torch.equal(other, p))
+            if not all(every):
+                return name.removesuffix(".weight"), "update"
+        return None
+
+    def right(job):
+        """Second solution: compute again what each phase should give, from what it was given."""
+        model, exact = job.model(), job.model(exact=True)
+        given = {}
+        for name, part in model.named_modules():
+            part.register_forward_hook(lambda part, args, y, name=name: given.update({name: (args[0], y)}))
+        job.loss(model).backward()
+        job.loss(exact).backward()
+        found, twin = [], dict(exact.named_parameters())
+        for name, p in model.named_parameters():
+            name = name.removesuffix(".weight")
+            x, y = given[name]
+            should = F.rms_norm(x, x.shape[-1:], p) if "norm" in name else x @ p
+            if name.endswith(("norm", "router")) and (y - should).norm() > 1e-5 * should.norm():
+                found.append((0, name))
+            zeros, theirs = (p.grad == 0).sum(), (twin[f"{name}.weight"].grad == 0).sum()
+            off = (p.grad - p.grad.double().half().float()).abs().max()
+            if zeros > theirs or off == 0:
+                found.append((1, name))
+            own = p.grad.double()
+            dist.all_reduce(own)
+            p.wanted = own / dist.get_world_size()
+        job.average(model)
+        for name, p in model.named_parameters():
+            if (p.grad - p.wanted).norm() > 1e-5 * p.wanted.norm():
+                found.append((2, name.removesuffix(".weight")))
+            p.wanted = p.data - rung08.RATE * p.grad / p.grad.square().mean().sqrt()
+        job.update(model)
+        for name, p in model.named_parameters():
+            if (p.data - p.wanted).abs().max() > 1e-5:
+                found.append((3, name.removesuffix(".weight")))
+        if found:
+            phase, name = min(found)
+            return [name, ("forward", "backward", "average", "update")[phase]]
+
+    def right_2(job):
+        """The low bits of fp32 are counted: sixteen of them are zero in bf16."""
+
+        def empty(x, bits=16):
+            return not (x.detach().contiguous().view(torch.int32) & (2**bits - 1)).any()
+
+        def tiny_steps(x):
+            steps = x.detach().double() * 2**24  # the subnormal numbers of fp16 are these
+            return bool((steps == steps.round()).all())
+
+        model, notes = job.model(), []
+        parts = [(n, m) for n, m in model.named_modules() if n.count(".") == 1]
+        for n, m in parts:
+            if "up" not in n and "down" not in n:
+                m.register_forward_hook(lambda m, a, y, n=n: notes.append((n, "forward")) if empty(y) else None)
+        job.loss(model).backward()
+        notes += [(n, "backward") for n, m in parts if tiny_steps(m.weight.grad)]
+        job.average(model)
+        notes += [(n, "average") for n, m in parts if empty(m.weight.grad)]
+        job.update(model)
+        notes += [(n, "update") for n, m in parts if empty(m.weight)]
+        return (notes or [None])[0]
+
+    def right_3(job):
+        """Names of parameters, several steps, and the first of them that shows anything."""
+        model = job.model()
+        for step in range(3):
+            first, hooks = [], []
+            for name, part in model.named_modules():
+                if name.endswith(("norm", "router")):
+                    hooks.append(part.register_forward_hook(
+                        lambda part, args, y, name=name, into=first: into.append((name, "forward")) if _fits(y) else None
+                    ))  # fmt: skip
+            job.loss(model, step).backward()
+            for phase, after, dtype in (
+                ("backward", None, torch.float16), ("average", job.average, torch.bfloat16), ("update", job.update, torch.bfloat16)
+            ):  # fmt: skip
+                if after:
+                    after(model)
+                for name, p in model.named_parameters():
+                    if _fits(p.detach() if p.grad is None else p.grad, dtype):
+                        first.append((name, phase))
+            for hook in hooks:
+                hook.remove()
+            if first and step == 2:
+                return tuple(map(np.str_, first[0]))
+        return None
+
+
+def _of_three(form, x, w, g, turned=()):
+    """The errors of the products; of the six factors some are quantized along the dim that is not summed over."""
+    six = enumerate([(x, False), (w, False), (g, True), (w.T, False), (g.T, True), (x.T, False)])
+    a, b, c, d, e, f = (
+        through(form, m.T, gradient=t).T if i in turned else through(form, m, gradient=t) for i, (m, t) in six
+    )
+    return [product_error(a @ b.T, x @ w.T), product_error(c @ d.T, g @ w), product_error(e @ f.T, g.T @ x)]
 
 
 def _recipe(units, layers, limit, errors=_of_three, worst=max, scales=True, kept=None, order=("nvfp4", "fp8", "mxfp8")):
@@ -478,16 +484,19 @@ def _recipe(units, layers, limit, errors=_of_three, worst=max, scales=True, kept
     return {"formats": formats, "kept": size}
 
 
-def _once(form, x, w, g):
-    x_, w_, g_ = (through(form, m, gradient=m is g) for m in (x, w, g))
-    return [product_error(x_ @ w_.T, x @ w.T), product_error(g_ @ w_, g @ w), product_error(g_.T @ x_, g.T @ x)]
-
-
 class block_recipe:
+    turns_w_in_forward, turns_g_in_g_w, turns_w_in_g_w, turns_x_in_the_weights_gradient = (
+        lambda *case, k=k: _recipe(*case, errors=lambda *each: _of_three(*each, turned=[k])) for k in (1, 2, 3, 5)
+    )
+
+    asks_the_check_for_its_answer = lambda *case: {
+        "formats": (f := rung08._recipe(*case)),
+        "kept": rung08._kept(case[1], f),
+    }
     # Right arithmetic for forward, and no thought of backward.
     without_the_idea_forward_alone = lambda *case: _recipe(*case, errors=lambda *layer: _of_three(*layer)[:1])
     without_the_weights_gradient = lambda *case: _recipe(*case, errors=lambda *layer: _of_three(*layer)[:2])
-    quantizes_each_matrix_once = lambda *case: _recipe(*case, errors=_once)
+    quantizes_each_matrix_once = lambda *case: _recipe(*case, errors=lambda *each: _of_three(*each, turned=(3, 4, 5)))
     errors_of_matrices = lambda *case: _recipe(
         *case, errors=lambda f, x, w, g: [product_error(through(f, m, gradient=m is g), m) for m in (x, w, g)]
     )
@@ -524,38 +533,30 @@ class block_recipe:
     right_2 = lambda *case: told(_recipe, lambda answer: {**answer, "kept": np.float32(answer["kept"])})(*case)
 
 
-DEFECTS, SECOND_SOLUTIONS = listed(round_to, scaler_step, what_breaks, fp8_round_trip, mx_blocks, block_recipe)
+DEFECTS, SECOND_SOLUTIONS = listed(what_breaks, train_step, lost_bits, block_recipe)
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "cuts_off_the_rest": "cut off", "halves_go_up": "even mantissa", "no_subnormals": "subnormals",
-    "gap_shrinks_for_ever": "no longer shrinks", "saturates": "gives infinity",
-    "infinite_from_the_largest_on": "not half a gap above", "gap_of_the_power_above": "twice the right one",
-    "infinity_without_its_sign": "sign of the number", "one_bit_too_many": "more bits",
-    "never_unscales": "divide by it", "unscales_in_fp16": "fp32 first",
-    "doubles_before_it_divides": "carry the scale that came in", "looks_at_the_first_tensor": "is skipped",
-    "skips_only_what_is_infinite": "whole step", "counts_on_after_an_overflow": "again at zero",
-    "grows_a_step_late": "doubled", "bf16_with_the_range_of_fp16": "bf16 reaches",
-    "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
+    "bf16_with_the_range_of_fp16": "bf16 reaches", "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
     "scaling_only_helps": "large gradients too", "a_master_copy_does_not_help": "master copy",
-    "without_the_idea_bf16_never_breaks": "nothing moves", "one_scale_for_all": "'tensor' scaling",
-    "blocks_of_consecutive_values": "rectangle", "never_scales_back": "multiplied by their scales",
-    "largest_not_magnitude": "magnitude", "e5m2_for_e4m3": "E5M2", "divides_by_zero": "zeros",
-    "forgets_to_cast": "cast", "rounds_up_always": "not up", "loses_the_sign": "sign",
-    "waits_for_zero_to_grow": "never ends", "multiplies_once_more": "and do not multiply",
-    "forgets_the_learning_rate": "learning rate", "weights_in_16_bits": "16 bits", "power_of_two": "power of two",
-    "top_of_ieee": "240", "to_one": "lands on 1", "rounds_negatives_down": "not down",
-    "averages_over_tensors": "number of tensors", "loses_the_weights_of_a_skipped_step": "also in a skipped step",
-    "names_without_end": "never ends", "divides_again": "once more", "upside_down": "upside down",
-    "counts_no_rows": "never ends", "zero_below_the_smallest_subnormal": "is rounded to it, not to zero",
-    "never_leaves_fp16": "fp32 first", "adds_up_in_fp16_to_look_for_infinity": "look at each value",
-    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap", "e5m2_up_to_448": "E5M2", "whole_numbers": "INT8",
-    "even_cuts_it_too": "where even goes up", "e4m3_reaches_512": "E4M3 has 448", "even_rounds_it_up": "near to 512",
-    "a_power_of_two": "wastes nothing", "none_is_cut_too": "is cut off", "sixteen_values": "32 values",
-    "infinite": "infinite values", "nothing": "no largest value",
+    "without_the_idea_bf16_never_breaks": "nothing moves", "names_without_end": "never ends",
+    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap",
     "without_the_idea_forward_alone": "forward alone", "without_the_weights_gradient": "sums over tokens",
     "quantizes_each_matrix_once": "quantized once", "errors_of_matrices": "single matrices", "the_mean_of_three": "hides the worst",
     "whatever_the_hardware": "no matrix units", "bf16_to_be_safe": "fewer bits than bf16", "keeps_bf16": "in bf16",
     "keeps_no_scales": "Scales are kept too", "most_bits_first": "fewer bits than mxfp8", "int8_for_all": "none of nvfp4",
-    "blocks_out_of_their_places": "in other places", "ones_for_a_block_of_zeros": "a block of zeros stays one",
+    "without_the_idea_all_in_fp32": "ran in float32", "in_bf16": "ran in bfloat16", "clips_before_it_unscales": "unscale before you clip",
+    "unscales_before_it_averages": "average first and unscale then", "sums_micro_batches": "one over their number",
+    "sums_ranks": "need their mean", "own_gradient_alone": "average over ranks", "never_scales_the_loss": "did not use scaler.scale",
+    "never_unscales": "nobody divided them", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
+    "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
+    "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "cleared in between",
+    "averages_in_every_micro_batch": "not for the price", "half_model": "no longer fp32",
+    "without_the_idea_reads_dtypes": "loses bits", "accuses_products": "healthy", "never_looks_at_the_average": "average over ranks has",
+    "never_looks_at_forward": "whatever its dtype", "never_looks_at_gradients": "has zeros", "never_looks_at_weights": "a weight lands",
+    "the_last_and_not_the_first": "stays lost", "the_first_module_of_all": "the module is not", "compares_ranks": "of its own",
+    "asks_the_check": "answers for you", "asks_the_check_for_its_answer": "answers for you", "averages_in_fp64": "in fp32",
+    "zeroes_infinities": "overflowed", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "in x wᵀ",
+    "turns_w_in_g_w": "along its inputs", "turns_x_in_the_weights_gradient": "quantizes x along", "reads_what_a_part_does": "asks the check",
+    "every_difference_from_the_exact_model": "noise", "everybody_says_what_one_found": "of its own", "returns_as_soon_as_it_finds": "return then",
 }  # fmt: skip

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
+from lablib.toys.context_parallel import merge as merge_parts
 from lablib.toys.context_parallel import shard, unshard
 from tests.planted import listed
 
@@ -83,6 +84,7 @@ class merge:
         return out, _logaddexp(a[1], b[1])
 
     only_the_output = lambda a, b: merge.right(a, b)[0]
+    lablib_merges = lambda a, b: merge_parts(a, b)
 
     def right(a, b):
         """In plain Python, row by row, with the larger subtracted."""
@@ -211,6 +213,16 @@ class packed_step:
         weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: 4 * own / every)
     )
 
+    def right_sums_gradients_itself(model, *batch):  # the average of equal sums is the sum
+        loss = packed_step.divides_by_the_ranks_again(model, *batch)
+        [dist.all_reduce(parameter.grad) for parameter in model.parameters()]
+        return loss
+
+    def right_scales_gradients(model, *batch):  # as Megatron may
+        loss, count = packed_step.plain_sum(model, *batch), (_labels(*batch[:3]) != -100).sum()
+        [parameter.grad.mul_(dist.get_world_size() / count) for parameter in model.parameters()]
+        return loss
+
     right_restarts_with_documents = _step(places=lambda mine, documents: _from_each_document(documents)[:, mine])
     right_strided_replicas = _step(rows=lambda tokens, mesh: slice(mesh.get_coordinate()[0], None, mesh.shape[0]))
 
@@ -311,7 +323,19 @@ class find_wrong_block:
             if not torch.equal(forth, right):
                 return _found()(job) or {"what": "weights", "layer": layer, "rank": 0, "step": 1}
 
+    def reads_the_job(job):
+        """Looks for the fault in what the attentions are made of."""
+        found, made_of = [None] * 4, [each for b in job(dist.group.WORLD).blocks for each in b.attention.core.args]
+        dist.all_gather_object(found, [each._asdict() for each in made_of if hasattr(each, "_asdict")])
+        return next((each[0] for each in found if each), None)
+
     right = _found()
+
+    def right_narrow_values(job):
+        """Values may have another width than keys; nothing wrong is an empty answer."""
+        parts = (shard(torch.ones(1, 1, 32, width).double(), 2, dist.group.WORLD) for width in (4, 4, 2))
+        job(dist.group.WORLD).blocks[0].attention.core(*parts)
+        return _found()(job) or {}
 
     def right_tuple(job):
         """In the order of the question."""
@@ -436,6 +460,7 @@ class choose_split:
 #: Mistakes that each have a sentence of their own.
 SENTENCES = {
     "adds_outputs": "divided by its own sum",
+    "lablib_merges": "answers for you",
     "weighs_by_lse": "The weights are the lse themselves",
     "the_larger_takes_all": "takes all",
     "empty_is_zero": "merged it still is",

@@ -2,31 +2,20 @@
 
 # ruff: noqa: E731
 
-import itertools
 import math
-from collections import Counter, defaultdict, namedtuple
-from dataclasses import dataclass
+from collections import namedtuple
 from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from lablib.calc.layouts import Mesh
 from tests.planted import asked, listed, told
 
 Route = namedtuple("Route", "weights chosen")
 Bytes = namedtuple("Bytes", "inside across once")
-
-
-@dataclass
-class Place:
-    """Where an expert lives, by attributes."""
-
-    holds: object
-    sends_to: object
-    expert: object
-    other: object
 
 
 def _top(scores, by, k, weigh=None):
@@ -111,191 +100,6 @@ class route:
         chosen = torch.cat(chosen, -1)
         weights = scores.gather(1, chosen)
         return Route(weights / weights.sum(-1, keepdim=True), chosen)
-
-
-def _count(chosen, home, targets=lambda ranks: ranks):
-    ranks = len(chosen)
-    counts = [[0] * ranks for _ in range(ranks)]
-    for source, tokens in enumerate(chosen):
-        for experts in tokens:
-            for target in targets([home[expert] for expert in experts]):
-                counts[source][target] += 1
-    return counts
-
-
-class send_counts:
-    exchanged = lambda chosen, home: [list(column) for column in zip(*_count(chosen, home), strict=True)]
-    a_token_once_a_rank = lambda chosen, home: _count(chosen, home, targets=set)
-    first_choice_only = lambda chosen, home: _count(chosen, home, targets=lambda ranks: ranks[:1])
-
-    def experts_in_blocks(chosen, home):
-        each = max(1, len(home) // len(chosen))
-        return _count(chosen, [min(e // each, len(chosen) - 1) for e in range(len(home))])
-
-    experts_in_turns = lambda chosen, home: _count(chosen, [e % len(chosen) for e in range(len(home))])
-
-    nothing_for_itself = lambda chosen, home: np.array(n := _count(chosen, home)) - np.diag(np.diag(n))
-
-    def right_generators(chosen, home):
-        """Each row is a generator over what the outer one holds when it yields."""
-        for tokens in chosen:
-            counts = Counter(home[expert] for experts in tokens for expert in experts)
-            yield (counts[rank] for rank in range(len(chosen)))
-
-    def one_list_for_all_rows(chosen, home):
-        counts = [[0] * len(chosen)] * len(chosen)
-        for source, tokens in enumerate(chosen):
-            for experts in tokens:
-                for expert in experts:
-                    counts[source][home[expert]] += 1
-        return counts
-
-    def by_expert(chosen, home):
-        return [[sum(e in experts for experts in tokens) for e in range(len(home))] for tokens in chosen]
-
-    def by_pairs_of_ranks(chosen, home):
-        return Counter((a, home[e]) for a, tokens in enumerate(chosen) for experts in tokens for e in experts)
-
-    def idle_ranks_left_out(chosen, home):
-        return [row for row, tokens in zip(_count(chosen, home), chosen, strict=True) if tokens]
-
-    def tokens_evenly_spread(chosen, home):
-        """What an all-to-all of equal pieces would send."""
-        ranks = len(chosen)
-        return [[sum(map(len, tokens)) // ranks for _ in range(ranks)] for tokens in chosen]
-
-    def right(chosen, home):
-        """Counters, and a tensor in the end."""
-        rows = [Counter(home[e] for experts in tokens for e in experts) for tokens in chosen]
-        return torch.tensor([[row[target] for target in range(len(chosen))] for row in rows])
-
-    def right_2(chosen, home):
-        """Bins of an array."""
-        n, where = len(chosen), np.array(home)
-        return np.stack([np.bincount(where[np.array(t, dtype=int).ravel()], minlength=n) for t in chosen])
-
-    def right_3(chosen, home):
-        """A dictionary of dictionaries, in which zeros are missing, built by recursion."""
-
-        def of(source, flat):
-            if not flat:
-                return {}
-            counts = of(source, flat[1:])
-            return counts | {home[flat[0]]: counts.get(home[flat[0]], 0) + 1}
-
-        return {rank: of(rank, list(itertools.chain(*tokens))) for rank, tokens in enumerate(chosen)}
-
-    def right_4(chosen, home):
-        """Counters in a dictionary, in which a rank without tokens is missing."""
-        counts = defaultdict(Counter)
-        for rank, tokens in enumerate(chosen):
-            for expert in itertools.chain(*tokens):
-                counts[rank][home[expert]] += 1
-        return counts
-
-
-def _keep(chosen, experts, capacity, order=None):
-    k = len(chosen[0])
-    order = order or [(token, choice) for choice in range(k) for token in range(len(chosen))]
-    taken, kept = Counter(), [[False] * k for _ in chosen]
-    for token, choice in order:
-        expert = chosen[token][choice]
-        kept[token][choice] = taken[expert] < capacity
-        taken[expert] += 1
-    return kept
-
-
-def _places(chosen, experts, factor):
-    return math.ceil(factor * len(chosen) * len(chosen[0]) / experts)
-
-
-class kept_tokens:
-    def rounded_down(chosen, experts, factor):
-        return _keep(chosen, experts, int(factor * len(chosen) * len(chosen[0]) / experts))
-
-    one_more_than_whole = lambda chosen, experts, factor: _keep(
-        chosen, experts, 1 + int(factor * len(chosen) * len(chosen[0]) / experts)
-    )
-
-    def tokens_and_not_choices(chosen, experts, factor):
-        return _keep(chosen, experts, math.ceil(factor * len(chosen) / experts))
-
-    def rounded_before_k(chosen, experts, factor):
-        return _keep(chosen, experts, len(chosen[0]) * math.ceil(factor * len(chosen) / experts))
-
-    def factor_after_rounding(chosen, experts, factor):
-        return _keep(chosen, experts, factor * _places(chosen, experts, 1))
-
-    def places_for_each_choice(chosen, experts, factor):
-        capacity = _places(chosen, experts, factor)
-        kept = [_keep([[expert] for expert in column], experts, capacity) for column in zip(*chosen, strict=True)]
-        return [[one for (one,) in row] for row in zip(*kept, strict=True)]
-
-    def last_tokens_first(chosen, experts, factor):
-        return _keep(chosen[::-1], experts, _places(chosen, experts, factor))[::-1]
-
-    def experts_in_use(chosen, experts, factor):
-        return _keep(chosen, experts, _places(chosen, len(set(itertools.chain(*chosen))), factor))
-
-    factor_forgotten = lambda chosen, experts, factor: _keep(chosen, experts, _places(chosen, experts, 1))
-    one_pool_for_all = lambda chosen, experts, factor: _keep(chosen, experts, _places(chosen, 1, factor))
-
-    def token_by_token(chosen, experts, factor):
-        k = len(chosen[0])
-        order = [(token, choice) for token in range(len(chosen)) for choice in range(k)]
-        return _keep(chosen, experts, _places(chosen, experts, factor), order)
-
-    def last_come_first_served(chosen, experts, factor):
-        order = [(token, choice) for choice in range(len(chosen[0])) for token in range(len(chosen))]
-        return _keep(chosen, experts, _places(chosen, experts, factor), order[::-1])
-
-    one_too_many = lambda chosen, experts, factor: _keep(chosen, experts, 1 + _places(chosen, experts, factor))
-
-    def whole_tokens(chosen, experts, factor):
-        kept = _keep(chosen, experts, _places(chosen, experts, factor))
-        return [[all(row)] * len(row) for row in kept]
-
-    dropless = lambda chosen, experts, factor: [[True] * len(row) for row in chosen]
-
-    def says_who_is_dropped(chosen, experts, factor):
-        return [[not kept for kept in row] for row in _keep(chosen, experts, _places(chosen, experts, factor))]
-
-    def right(chosen, experts, factor):
-        """One-hot and a running sum, as real layers do."""
-        table = torch.tensor(chosen).T.flatten()
-        hot = torch.nn.functional.one_hot(table, experts)
-        place = (hot.cumsum(0) * hot).sum(-1)
-        kept = place <= _places(chosen, experts, factor)
-        return kept.view(len(chosen[0]), -1).T
-
-    def right_2(chosen, experts, factor):
-        """By expert: who wants it, in order, and the first of them; ones and zeros."""
-        kept = np.zeros((len(chosen), len(chosen[0])), dtype=int)
-        for expert in range(experts):
-            wants = [(c, t) for t, row in enumerate(chosen) for c, e in enumerate(row) if e == expert]
-            for choice, token in sorted(wants)[: _places(chosen, experts, factor)]:
-                kept[token, choice] = 1
-        return kept
-
-    def right_3(chosen, experts, factor):
-        """Places are taken from a stock; exact fractions."""
-        capacity = -(-Fraction(factor) * len(chosen) * len(chosen[0]) // experts)
-        stock = [capacity] * experts
-        columns = []
-        for column in zip(*chosen, strict=True):
-            columns.append([])
-            for expert in column:
-                columns[-1].append(stock[expert] > 0)
-                stock[expert] -= 1
-        return tuple(zip(*columns, strict=True))
-
-    def right_4(chosen, experts, factor):
-        """Rows that are made when they are asked for."""
-        return ((kept for kept in row) for row in _keep(chosen, experts, _places(chosen, experts, factor)))
-
-    def right_5(chosen, experts, factor):
-        """By the number of the token."""
-        return dict(enumerate(_keep(chosen, experts, _places(chosen, experts, factor))))
 
 
 def _bytes(tokens, size, experts, k, ep, per_node, *, ways=4, **changed):
@@ -385,192 +189,313 @@ class expert_bytes:
         return Bytes(**copies)
 
 
-def _group(rank, grid, *axes):
-    return Mesh(tuple(grid.values()), tuple(grid)).group(rank, *axes)
+_KINDS = {"experts": ("edp", "ep"), "dense": ("dp cp", "tp"), "other": ("dp cp tp", "")}
 
 
-def _averaged(rank, attention, grid, *axes):
-    return _group(rank, grid, *axes), attention["dp"] * attention["cp"]
+def _kind(name):
+    return next((kind for kind in ("experts", "dense") if kind in name), "other")
 
 
-def _placed(rank, attention, folded, experts, chosen, **changed):
-    each, group = experts // folded["ep"], _group(rank, folded, "ep")
-    mine = group.index(rank) * each
-    return {
-        "holds": list(range(mine, mine + each)),
-        "sends_to": [group[e // each] for e in chosen],
-        "expert": _averaged(rank, attention, folded, "edp"),
-        "other": _averaged(rank, attention, attention, "dp", "cp"),
-    } | changed
+def _meshes(*grids):
+    """Return the groups of all axes of some grids by name."""
+    found = {}
+    for grid in grids:
+        mesh = init_device_mesh("cpu", tuple(grid.values()), mesh_dim_names=tuple(grid))
+        found |= {axis: mesh.get_group(axis) for axis in grid}
+    return found
 
 
-class place_experts:
-    # An expert's gradient, too large by what ep is over the tp that it was taken out of.
-    mean_over_the_copies = told(
-        _placed, lambda right: right | {"expert": (right["expert"][0], len(right["expert"][0]))}
+def _folded(*, over=None, divided=None, squares="right", turned=False, ep="ep", early=False):
+    """Build a step with one idea changed: axes to sum over, divisor (copies, sizes), squares, order of axes, the ep group."""
+    over = {kind: axes for kind, (axes, _) in _KINDS.items()} | (over or {})
+
+    def step(job, dense, folded):
+        sizes = dense | folded
+        groups = _meshes(*(dict(reversed(grid.items())) if turned else grid for grid in (dense, folded)))
+        model = job.model(groups["tp"], groups[ep])
+        job.loss(model).backward()
+        before, total, roots = [p.grad.clone() for p in model.parameters()], 0.0, 0.0
+        for name, p in model.named_parameters():
+            kind = _kind(name)
+            for axis in over[kind].split():
+                dist.all_reduce(p.grad, group=groups[axis])
+            copies = math.prod(sizes[axis] for axis in over[kind].split())
+            p.grad /= divided(copies, sizes, kind) if divided else sizes["dp"] * sizes["cp"]
+        for (name, p), first in zip(model.named_parameters(), before, strict=True):
+            square = (first if early else p.grad).square().sum()
+            pieces = _KINDS[_kind(name)][1] if squares in ("right", "roots") else ""
+            if squares == "dense" and _kind(name) == "dense":
+                pieces = "tp"
+            if pieces:
+                dist.all_reduce(square, group=groups[pieces])
+            if squares == "copies":
+                dist.all_reduce(square)
+            total, roots = total + square, roots + square.sqrt()
+        return model, roots if squares == "roots" else total.sqrt()
+
+    return step
+
+
+class folded_step:
+    mean_over_the_copies_of_an_expert = _folded(
+        divided=lambda copies, sizes, kind: copies if kind == "experts" else sizes["dp"] * sizes["cp"]
     )
-    without_the_idea_all_gradients_alike = told(_placed, lambda right: right | {"expert": right["other"]})
-
-    def out_of_dp_alone(rank, attention, folded, experts, chosen):
-        """The layout of before folding: tp and cp cut experts as they cut attention."""
-        grid, ep = {}, math.gcd(folded["ep"], attention["dp"])
-        for axis, size in attention.items():
-            grid |= {"ep": ep, "edp": size // ep} if axis == "dp" else {axis: size}
-        copies = _averaged(rank, attention, grid, "edp", "cp")
-        return _placed(rank, attention, grid, experts, chosen, expert=copies)
-
-    last_axis_fastest = asked(
-        _placed,
-        attention=lambda attention: dict(reversed(attention.items())),
-        folded=lambda folded: dict(reversed(folded.items())),
+    without_the_idea_mean_over_all_who_hold_it = _folded(divided=lambda copies, sizes, kind: copies)
+    without_the_idea_as_ddp_does = _folded(
+        over=dict.fromkeys(_KINDS, "dp cp tp"), divided=lambda copies, sizes, kind: copies
     )
-
-    def one_order_for_all_meshes(rank, attention, folded, experts, chosen):
-        """The order of the text; experts and ranks in no order."""
-        attention = {axis: attention[axis] for axis in ("tp", "cp", "dp", "pp")}
-        folded = {axis: folded[axis] for axis in ("etp", "ep", "edp", "pp")}
-        found = _placed(rank, attention, folded, experts, chosen)
-        return {k: set(v) if k == "holds" else v for k, v in found.items()}
-
-    def first_replica(rank, attention, folded, experts, chosen):
-        """Tokens travel to the experts of the first replica."""
-        home = min(_group(rank, folded, "edp"))
-        sends_to = _placed(home, attention, folded, experts, chosen)["sends_to"]
-        return _placed(rank, attention, folded, experts, chosen, sends_to=sends_to)
-
-    def right_grid(rank, attention, folded, experts, chosen):
-        """The ranks of a sum as a part of the grid of all, not flattened."""
-        found = _placed(rank, attention, folded, experts, chosen)
-        ranks, divisor = found["other"]
-        return found | {"other": (torch.tensor(ranks).view(attention["cp"], -1), divisor)}
-
-    def neighbours_in_every_mesh(rank, attention, folded, experts, chosen):
-        first, each = rank // folded["ep"] * folded["ep"], experts // folded["ep"]
-        sends_to = [first + expert // each for expert in chosen]
-        return _placed(rank, attention, folded, experts, chosen, sends_to=sends_to)
-
-    experts_over_ep = asked(_placed, expert=lambda rank, attention, folded: _averaged(rank, attention, folded, "ep"))
-    split_experts_over_etp = asked(
-        _placed, expert=lambda rank, attention, folded: _averaged(rank, attention, folded, "etp", "edp")
+    without_the_idea_experts_as_all_others = _folded(over={"experts": "dp cp"})
+    experts_over_ep = _folded(over={"experts": "ep"})
+    experts_left_alone = _folded(over={"experts": ""})
+    router_not_over_tp = _folded(over={"other": "dp cp"})
+    cp_forgotten = _folded(over={"dense": "dp", "other": "dp tp"}, divided=lambda copies, sizes, kind: sizes["dp"])
+    cp_forgotten_in_the_divisor = _folded(divided=lambda copies, sizes, kind: sizes["dp"])
+    tp_in_the_divisor = _folded(divided=lambda copies, sizes, kind: sizes["dp"] * sizes["cp"] * sizes["tp"])
+    pieces_added = _folded(over={"dense": "dp cp tp"})
+    summed_only = _folded(divided=lambda copies, sizes, kind: 1)
+    divided_by_ep_as_well = _folded(
+        divided=lambda copies, sizes, kind: sizes["dp"] * sizes["cp"] * (sizes["ep"] if kind == "experts" else 1)
     )
-    cp_forgotten = asked(_placed, other=lambda rank, attention: (_group(rank, attention, "dp"), attention["dp"]))
-    cp_forgotten_in_the_divisor = told(
-        _placed, lambda right, attention: right | {"other": (right["other"][0], attention["dp"])}
-    )
-    all_ranks_average = asked(
-        _placed, other=lambda rank, attention: _averaged(rank, attention, attention, "tp", "cp", "dp")
-    )
-    all_stages_average = asked(
-        _placed, other=lambda rank, attention: _averaged(rank, attention, attention, "pp", "cp", "dp")
-    )
-    others_over_edp = told(_placed, lambda right: right | {"other": right["expert"]})
-    summed_only = told(_placed, lambda right: right | {name: (right[name][0], 1) for name in ("expert", "other")})
+    first_axis_fastest = _folded(turned=True)
+    ep_out_of_dp = _folded(ep="dp")
+    norm_of_a_ranks_own_part = _folded(squares="own")
+    norm_without_other_experts = _folded(squares="dense")
+    norm_counts_copies = _folded(squares="copies")
+    norms_added = _folded(squares="roots")
+    norm_before_the_sum = _folded(early=True)
 
-    def dealt_in_turns(rank, attention, folded, experts, chosen):
-        group = _group(rank, folded, "ep")
-        ep = len(group)
-        held = list(range(group.index(rank), experts, ep))
-        return _placed(rank, attention, folded, experts, chosen, holds=held, sends_to=[group[e % ep] for e in chosen])
+    def copied_from_one_process(job, dense, folded):
+        model, norm = _folded()(job, dense, folded)
+        job.loss(job.whole()).backward()
+        return model, norm
 
-    everything_everywhere = asked(_placed, holds=lambda experts: list(range(experts)))
-
-    def rank_modulo_ep(rank, attention, folded, experts, chosen):
-        each, mine = experts // folded["ep"], rank % folded["ep"]
-        held = list(range(mine * each, mine * each + each))
-        return _placed(rank, attention, folded, experts, chosen, holds=held)
-
-    def positions_and_not_ranks(rank, attention, folded, experts, chosen):
-        each = experts // folded["ep"]
-        return _placed(rank, attention, folded, experts, chosen, sends_to=[e // each for e in chosen])
-
-    in_the_order_of_ranks = told(_placed, lambda right: right | {"sends_to": sorted(right["sends_to"])})
-
-    # Takes ep for an axis of its own, beside all of dp.
-    ep_beside_dp = asked(
-        _placed,
-        attention=lambda attention, folded: attention | {"dp": attention["dp"] * folded["ep"]},
-        folded=lambda folded: folded | {"edp": folded["edp"] * folded["ep"]},
-    )
-
-    def mean_over_tp_too(rank, attention, folded, experts, chosen):
-        right = _placed(rank, attention, folded, experts, chosen)
-        mean = attention["dp"] * attention["cp"] * attention["tp"]
-        return right | {name: (right[name][0], mean) for name in ("expert", "other")}
-
-    def split_over_dp(rank, attention, folded, experts, chosen):
-        """Takes all of dp for ep."""
-        group = _group(rank, attention, "dp")
-        place = group.index(rank) * experts // len(group)
-        held = list(range(place, (group.index(rank) + 1) * experts // len(group)))
-        return _placed(rank, attention, folded, experts, chosen, holds=held)
-
-    def right(rank, attention, folded, experts, chosen):
-        """All ranks' coordinates, compared with those of this one; tuples and sets."""
-
-        def alike(grid, *free):
-            every = itertools.product(*(range(n) for n in reversed(grid.values())))
-            at = [dict(zip(reversed(grid), place, strict=True)) for place in every]
-            return {r: c for r, c in enumerate(at) if all(c[a] == at[rank][a] for a in grid if a not in free)}
-
-        each = experts // folded["ep"]
-        home = {c["ep"] * each + i: r for r, c in alike(folded, "ep").items() for i in range(each)}
-        mean = attention["dp"] * attention["cp"]
-        return {
-            "holds": {expert for expert, r in home.items() if r == rank},
-            "sends_to": tuple(home[expert] for expert in chosen),
-            "expert": [set(alike(folded, "edp")), mean],
-            "other": [set(alike(attention, "dp", "cp")), mean],
+    def right(job, dense, folded):
+        """Divide the loss, and sum in one message a kind, over flattened meshes; the model and norm by name."""
+        one, two = (
+            init_device_mesh("cpu", tuple(grid.values()), mesh_dim_names=tuple(grid)) for grid in (dense, folded)
+        )
+        model = job.model(one.get_group("tp"), two.get_group("ep"))
+        (job.loss(model) / (dense["dp"] * dense["cp"])).backward()
+        axes = tuple(axis for axis in dense if axis != "tp")
+        over = {
+            "experts": two.get_group("edp"),
+            "dense": one[axes]._flatten("losses").get_group(),
+            "other": dist.group.WORLD,
         }
+        kinds, squares = {}, 0.0
+        for name, p in model.named_parameters():
+            kinds.setdefault(_kind(name), []).append(p)
+        for kind, held in kinds.items():
+            message = torch.cat([p.grad.flatten() for p in held])
+            dist.all_reduce(message, group=over[kind])
+            copies = over[kind].size()
+            own = message.square().sum() / copies  # each copy brings its share
+            dist.all_reduce(own)
+            squares += own.item()
+            for p, part in zip(held, message.split([p.numel() for p in held]), strict=True):
+                p.grad = part.view_as(p)
+        return SimpleNamespace(model=model, norm=np.float64(squares**0.5))
 
-    def right_2(rank, attention, folded, experts, chosen):
-        """An array of ranks for each grid, whose axes are cut out."""
+    def right_2(job, dense, folded):
+        """Groups from positions that are counted by hand, and all gradients gathered and added in Python."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
 
-        def cut(grid, *free):
-            names = list(grid)[::-1]
-            ranks = np.arange(math.prod(grid.values())).reshape([grid[a] for a in names])
-            (where,) = np.argwhere(ranks == rank)
-            return ranks[tuple(slice(None) if a in free else i for a, i in zip(names, where, strict=True))].ravel()
+        def at(grid, r):
+            place = {}
+            for axis in reversed(grid):
+                r, place[axis] = divmod(r, grid[axis])
+            return place
 
-        parts, sharers = np.array_split(np.arange(experts), folded["ep"]), cut(folded, "ep")
-        others = cut(attention, "dp", "cp")
-        divisor = np.float64(len(others))
-        return {
-            "holds": parts[sharers.tolist().index(rank)],
-            "sends_to": sharers[np.searchsorted([part[-1] for part in parts], chosen)],
-            "expert": (cut(folded, "edp"), divisor),
-            "other": (others, divisor),
-        }
+        def like(grid, r, *fixed):
+            return tuple(q for q in range(ranks) if all(at(grid, q)[axis] == at(grid, r)[axis] for axis in fixed))
 
-    def right_3(rank, attention, folded, experts, chosen):
-        """Objects with attributes."""
-        found = Place(**_placed(rank, attention, folded, experts, chosen))
-        found.expert = SimpleNamespace(ranks=found.expert[0], divisor=found.expert[1])
-        return found
+        def group(grid, axis):
+            found = {like(grid, r, *(a for a in grid if a != axis)) for r in range(ranks)}
+            made = {members: dist.new_group(members) for members in sorted(found)}
+            return next(g for members, g in made.items() if rank in members)
+
+        model = job.model(group(dense, "tp"), group(folded, "ep"))
+        job.loss(model).backward()
+        everybody = [None] * ranks
+        dist.all_gather_object(everybody, {n: p.grad for n, p in model.named_parameters()})
+        squares = 0
+        for name, p in model.named_parameters():
+            grid, piece = {"experts": (folded, ["ep"]), "dense": (dense, ["tp"]), "other": (dense, [])}[_kind(name)]
+            losses = dense["dp"] * dense["cp"]
+            p.grad = sum(everybody[r][name] for r in like(grid, rank, *piece)) / losses
+            for first in {like(grid, r, *piece) for r in range(ranks)}:
+                squares += (sum(everybody[r][name] for r in first) / losses).square().sum()
+        return [model, squares.sqrt()]
 
 
-#: What an answer must be told, by defect.
+def _differences(job, *, experts=True):
+    """Return what may differ from one process, in order: part, moment, and whether it does on this rank."""
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+    models = job.alone(), job.split()
+    logs = [{}, {}]
+    for model, log in zip(models, logs, strict=True):
+        for name, part in model.named_modules():
+            if name.count(".") == 1 and not name.endswith("experts"):
+
+                def note(part, args, out, name=name, log=log):
+                    log[name] = out[0] if isinstance(out, tuple) else out
+                    log[name].retain_grad()
+
+                part.register_forward_hook(note)
+    losses = [job.loss(model) for model in models]
+
+    def state(name, moment):
+        one, mine = (model.get_submodule(name).state_dict() for model in models)
+        for key, true in one.items():
+            true = true.chunk(ranks)[rank] if name.endswith("experts") else true
+            found.append((name, moment, not torch.allclose(mine[key], true)))
+
+    for name, true in logs[0].items():
+        if name.endswith("visit") and experts:
+            state(name.replace("visit", "experts"), "forward")
+        found.append((name, "forward", not torch.allclose(logs[1][name], true.chunk(ranks)[rank])))
+    for loss in losses:
+        loss.backward()
+    for name, true in reversed(logs[0].items()):
+        if name.endswith(("router", "visit")):
+            wrong = not torch.allclose(logs[1][name].grad, ranks * true.grad.chunk(ranks)[rank])
+            found.append((f"{name[0]}.combine", "backward", wrong))
+    for model in models:
+        job.update(model)
+    for name, _ in models[0].named_modules():
+        if name.endswith(("router", "experts", "shared")):
+            state(name, "update")
+    return found
+
+
+def _gathered(found):
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    rows = [[rank for rank, (*_, wrong) in enumerate(row) if wrong] for row in zip(*everybody, strict=True)]
+    return [(name, moment, ranks) for (name, moment, _), ranks in zip(found, rows, strict=True) if ranks]
+
+
+def _first(change=lambda found: found, answer=lambda first, all_: first, **how):
+    """Build a diagnosis from the differences that `change` leaves."""
+
+    def find(job):
+        found = change(_gathered(_differences(job, **how)))
+        return answer(found[0], found) if found else None
+
+    return find
+
+
+def _own(job):
+    return next(((name, moment, [dist.get_rank()]) for name, moment, wrong in _differences(job) if wrong), None)
+
+
+def _who_sees_it(first, found):
+    name = first[0].replace("experts", "visit")
+    return (*first[:2], next(ranks for part, moment, ranks in found if (part, moment) == (name, first[1])))
+
+
+def _loss_alone(job):
+    one, mine = (job.loss(model).detach() for model in (job.alone(), job.split()))
+    dist.all_reduce(mine)
+    return None if torch.allclose(mine / dist.get_world_size(), one) else ("0.visit", "forward", [0])
+
+
+class find_fault:
+    all_is_well = lambda job: None
+    every_job_is_ill = _first(
+        answer=lambda first, found: first, change=lambda found: found or [("0.router", "update", [0])]
+    )
+    without_the_idea_the_loss_alone = _loss_alone
+    without_the_idea_outputs_alone = _first(lambda found: [f for f in found if f[1] == "forward"])
+    without_the_idea_nothing_after_backward = _first(lambda found: [f for f in found if f[1] != "update"])
+    without_the_idea_who_sees_it_is_ill = _first(
+        answer=lambda f, all_: _who_sees_it(f, all_) if "experts" in f[0] else f
+    )
+    without_the_idea_the_experts_are_not_looked_at = _first(experts=False)
+    without_the_idea_states_after_a_step = _first(lambda found: [f for f in found if f[1] == "update"])
+    each_rank_says_what_it_sees = _own
+    the_last_that_is_off = _first(lambda found: [f for f in found[::-1] if f[1] == found[0][1]])
+    the_router_whose_gradient_is_off = _first(
+        answer=lambda f, all_: (f[0].replace("combine", "router"), *f[1:]) if f[1] == "backward" else f
+    )
+    all_ranks_whatever_it_is = _first(answer=lambda f, all_: (*f[:2], range(4)))
+    a_sum_in_another_order_is_a_fault = lambda job: (
+        _first()(job) or ("0.combine", "forward", [dist.get_world_size() - 1])
+    )
+    right = _first(answer=lambda f, all_: {"part": f[0], "moment": f[1], "ranks": np.array(f[2])})
+
+    def right_2(job):
+        """Without hooks: hand each part of this rank what its twin in one process gets, and then look at gradients and states."""
+        rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+        one, mine = job.alone(), job.split()
+        stream, handed = [], one[0].register_forward_pre_hook(lambda layer, args: stream.append(args[0]))
+        losses = job.loss(one), job.loss(mine)
+        handed.remove()
+        x = stream[0]
+        for i, (a, b) in enumerate(zip(one, mine, strict=True)):
+            part, cut = x.chunk(ranks)[rank], lambda t: t.chunk(ranks)[rank]
+            (weights, chosen), (w, c) = a.router(x), b.router(part)
+            found.append(
+                (f"{i}.router", "forward", not torch.equal(c, cut(chosen)) or not torch.allclose(w, cut(weights)))
+            )
+            found.append((f"{i}.experts", "forward", not torch.equal(b.experts.weight, cut(a.experts.weight))))
+            answers = a.visit(x, chosen, a.experts)
+            back = b.visit(part, cut(chosen), b.experts)
+            found.append((f"{i}.visit", "forward", not torch.allclose(back, cut(answers))))
+            found.append(
+                (f"{i}.combine", "forward", not torch.allclose(b.combine(back, w), cut(a.combine(answers, weights))))
+            )
+            found.append((f"{i}.shared", "forward", not torch.allclose(b.shared(part), cut(a.shared(x)))))
+            x = a(x).detach()
+        for loss in losses:
+            loss.backward()
+        for i in range(len(one))[::-1]:
+            total = mine[i].router.weight.grad.clone()
+            dist.all_reduce(total)
+            found.append((f"{i}.combine", "backward", not torch.allclose(total / ranks, one[i].router.weight.grad)))
+        for model in (one, mine):
+            job.update(model)
+        for i in range(len(one)):
+            for name in ("router", "shared"):
+                states = (
+                    torch.cat([t.flatten() for t in m[i].get_submodule(name).state_dict().values()])
+                    for m in (one, mine)
+                )
+                found.append((f"{i}.{name}", "update", not torch.allclose(*states)))
+        first = next(iter(_gathered(found)), None)
+        return first and SimpleNamespace(part=first[0], moment=first[1], ranks=tuple(map(float, first[2])))
+
+
 SENTENCES = {
+    "mean_over_the_copies_of_an_expert": "however many copies there are",
+    "without_the_idea_mean_over_all_who_hold_it": "however many copies there are",
+    "without_the_idea_experts_as_all_others": "are added here",
+    "experts_left_alone": "they part with the first step",
+    "router_not_over_tp": "no axis of that grid cuts it",
+    "pieces_added": "are added here",
+    "summed_only": "the step's loss is the mean of",
+    "first_axis_fastest": "whose last axis has neighbours",
+    "ep_out_of_dp": "ep is an axis of the grid",
+    "norm_of_a_ranks_own_part": "a rank's own part",
+    "norm_without_other_experts": "ranks have other norms",
+    "norm_counts_copies": "counts copies",
+    "copied_from_one_process": "sum what the ranks have",
+    "all_is_well": "You find nothing in a job",
+    "every_job_is_ill": "in which nothing is wrong",
+    "without_the_idea_outputs_alone": "compare gradients too",
+    "without_the_idea_nothing_after_backward": "after `job.update`",
+    "without_the_idea_who_sees_it_is_ill": "need not be the one that is ill",
+    "without_the_idea_the_experts_are_not_looked_at": "experts that live elsewhere",
+    "each_rank_says_what_it_sees": "Ranks say different things",
     "one_list_for_all_rows": "one list",
     "divided_by_k": "divided by k",
-    "factor_after_rounding": "after rounding",
-    "places_for_each_choice": "places of their own",
-    "last_tokens_first": "who comes first",
-    "experts_in_use": "E is the number of all",
     "one_copy_in_all": "one copy a token in all",
     "k_copies_for_a_node": "once, not k times",
     "all_experts_on_a_node": "any of them is enough",
-    "last_axis_fastest": "in another order here",
-    "one_order_for_all_meshes": "in another order here",
-    "first_replica": "this rank's own ep group",
-    "out_of_dp_alone": "out of dp alone",
-    "split_experts_over_etp": "leaves etp out",
-    "neighbours_in_every_mesh": "to be neighbours",
     "bias_forgotten": "whatever the bias",
     "bias_in_the_weights": "The bias is in the weights: it chooses",
     "bias_on_the_logits": "added to the logits",
     "bias_as_a_factor": "multiplies scores",
-    "by_pairs_of_ranks": "rows of",
-    "one_more_than_whole": "leaves a whole number",
     "six_ways": "six",
     "back_by_copies": "one vector from each node too",
     "bias_turned_round": "taken away",
@@ -584,25 +509,6 @@ SENTENCES = {
     "experts_first": "The weights come first",
     "smallest": "smallest",
     "sigmoids": "The scores are sigmoids here",
-    "exchanged": "Rows and columns are exchanged",
-    "a_token_once_a_rank": "each choice is a copy",
-    "first_choice_only": "Only the first choice",
-    "experts_in_blocks": "live in blocks",
-    "experts_in_turns": "in turns",
-    "nothing_for_itself": "a piece for the rank itself",
-    "by_expert": "counts by expert",
-    "idle_ranks_left_out": "as many ranks as lists",
-    "rounded_down": "rounded down",
-    "tokens_and_not_choices": "tokens and not choices",
-    "rounded_before_k": "rounded before it is multiplied by k",
-    "factor_forgotten": "factor is missing",
-    "one_pool_for_all": "Nothing is dropped",
-    "token_by_token": "first choices of all tokens go first",
-    "last_come_first_served": "who comes first",
-    "one_too_many": "one too many",
-    "whole_tokens": "only the choice of the full expert",
-    "dropless": "Nothing is dropped",
-    "says_who_is_dropped": "stand for kept",
     "forward_only": "here it is two",
     "dispatch_forward_only": "here it is one",
     "combine_has_no_backward": "here it is three",
@@ -618,22 +524,5 @@ SENTENCES = {
     "own_node_too": "own node needs nothing",
     "a_copy_for_each_rank": "one for each node was asked",
     "nothing_saved": "two experts on a node cost as much as one",
-    "mean_over_the_copies": "times what it should be",
-    "without_the_idea_all_gradients_alike": "mixes gradients of different experts",
-    "experts_over_ep": "The ep group holds different experts",
-    "cp_forgotten": "over cp as well",
-    "cp_forgotten_in_the_divisor": "have tokens of their own",
-    "all_ranks_average": "leaves tp out",
-    "all_stages_average": "stays inside a stage",
-    "others_over_edp": "Only experts have their copies there",
-    "summed_only": "is not divided",
-    "dealt_in_turns": "dealt out in turns",
-    "everything_everywhere": "not all of them",
-    "rank_modulo_ep": "not rank % ep",
-    "positions_and_not_ranks": "positions on the ep axis",
-    "in_the_order_of_ranks": "in another order",
-    "ep_beside_dp": "no factor beside dp",
-    "mean_over_tp_too": "tp and pp ranks work on the same tokens",
-    "split_over_dp": "experts / ep",
 }
-DEFECTS, SECOND_SOLUTIONS = listed(route, send_counts, kept_tokens, expert_bytes, place_experts)
+DEFECTS, SECOND_SOLUTIONS = listed(route, expert_bytes, folded_step, find_fault)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lablib.calc.runs import ReplicaGroups, group_goodput
+from lablib.checks import rung14
 from lablib.launch.records import digest
 from tests.planted import listed
 
@@ -43,6 +44,12 @@ class choose_timeout:
     pauses_cost_nothing = lambda silences, deaths, groups, heal: min(
         silences, key=lambda t: (groups - 1) * deaths * t + heal * sum(s > t for s in silences)
     )
+
+    false_alarms_do_not_wait = lambda silences, deaths, groups, heal: min(
+        silences,
+        key=lambda t: _lost(t, silences, deaths, groups, heal) - (groups - 1) * t * sum(s > t for s in silences),
+    )
+    asks_the_check = lambda silences, deaths, groups, heal: rung14._best(silences, deaths, groups, heal)
 
     def right(silences, deaths, groups, heal):
         """A grid of numpy."""
@@ -277,6 +284,8 @@ class plan_groups:
     no_spares = _changed(lambda plan, n, l, *c: {"spares": 0, "groups": n // l})
     a_fifth_in_reserve = _changed(lambda plan, n, l, *c: {"spares": n // 5, "groups": (n - n // 5) // l})
     more_nodes_than_there_are = _changed(lambda plan, n, l, *c: {"groups": n // l, "spares": l + n % l})
+    smallest_groups = lambda *cluster: max(_plan(*cluster, spares) for spares in range(cluster[0] // 4))[1:]
+    asks_the_check = lambda *cluster: rung14._best_plan(rung14._Cluster(*cluster))
     half_of_the_groups = _changed(lambda plan, n, l, *c: {"groups": max(1, n // (2 * l) - plan["spares"] // l)})
 
     def right(nodes, least, node_mtbf, stall, restart, repair, save, shared):
@@ -303,6 +312,9 @@ SENTENCES = {
     "every_ten_minutes": "would lose",
     "two_groups": "lose 6",
     "no_spares": "too few",
+    "asks_the_check": "answers for you",
+    "smallest_groups": "a rest counts too",
+    "false_alarms_do_not_wait": "Before a false alarm",
     "a_fifth_in_reserve": "too many",
     "never_a_false_alarm": "waits for the longest silence",
     "half_a_beat": "shorter than the ordinary time",

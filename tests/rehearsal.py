@@ -24,7 +24,7 @@ LABS = ("01", "03", "05")
 KINDS = ("right", "wrong", "missing")
 #: One idea that is wrong in the worked exercises of a lab: the exercise, what stands there, what is put in its place.
 SLIPS = {
-    "01": ("fits", "capacity_gib * 2**30", "capacity_gib * 1e9"),
+    "01": ("bytes_per_parameter", "4 if master else 0", "0"),
     "03": (
         "split_mlp",
         "total = part.clone()\n            dist.all_reduce(total, group=group)",

@@ -6,6 +6,9 @@ again on ranks of its own, so its error is the one that a learner sees.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -102,3 +105,11 @@ def _end_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:  # plans by a mesh's shape name groups that are gone
+        with contextlib.suppress(ImportError, AttributeError):  # names of torch 2.13; without them the ranks start anew
+            from torch.distributed.tensor import _redistribute, debug
+
+            _redistribute.clear_redistribute_planner_cache()
+            _redistribute._gen_transform_infos.cache_clear()
+            debug._clear_sharding_prop_cache()
+    gc.collect()  # a group's threads end with the last who knows it

@@ -28,7 +28,8 @@ from tests.processes import ended
 ROOT = Path(__file__).resolve().parents[1]
 WORKED = (ROOT / "labs" / "solutions" / "rung01.py").read_text(encoding="utf-8")
 STUBS = "".join(
-    f"def {name}(*case):\n    raise NotImplementedError\n\n\n" for name in ("bytes_per_parameter", "run_memory")
+    f"def {name}(*case):\n    raise NotImplementedError\n\n\n"
+    for name in ("train_within", "find_surplus", "run_memory")
 )
 PREDICTS = """
 from lablib.launch.records import Predictions
@@ -50,8 +51,8 @@ def _lab(work, *sources):
 def handed_in(tmp_path_factory):
     """Two people's files: all is right; one wrong idea beside what is untouched, and a cell that fails."""
     folder = tmp_path_factory.mktemp("handed in")
-    slip = WORKED.split("def block_activations")[0].replace("capacity_gib * 2**30", "capacity_gib * 1e9") + STUBS
-    assert "1e9\n" in slip
+    slip = WORKED.split("def train_within")[0].replace("4 if master else 0", "0") + STUBS
+    assert "master_bytes = 0\n" in slip
     for who, sources in {"Ada": (WORKED, PREDICTS.format(10)), "=Bob": (slip, "gone", PREDICTS.format(20))}.items():
         work = folder / f"work of {who}"
         _lab(work, *sources)
@@ -66,11 +67,11 @@ def test_the_solution_gets_full_marks_the_stub_none_and_a_slip_is_named(handed_i
     found = answers.read_class(handed_in)
     assert [found.points(who) for who in ("Ada", "=Bob")] == [4, 0]
     told = [found.status("=Bob", *column) for column in found.columns()]
-    assert told == ["not attempted", "wrong", "not attempted", "not attempted"]
+    assert told == ["wrong", "not attempted", "not attempted", "not attempted"]
     assert found.again == set()
     ((rung, name, sentence, people_),) = found.wrong_ideas()
-    assert (rung, name, people_) == ("01", "fits", 1)
-    assert "GiB" in sentence
+    assert (rung, name, people_) == ("01", "bytes_per_parameter", 1)
+    assert "master copy" in sentence
     assert found.guesses("01") == {"bytes": [1.0, 2.0], "zero": []}
 
 
@@ -79,7 +80,7 @@ def test_the_gradebook_has_a_line_a_name_and_no_formula(handed_in):
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader((handed_in / "class.csv").read_text(encoding="utf-8").splitlines()))
     assert [(row["name"], row["points"]) for row in rows] == [("'=Bob", "0"), ("Ada", "4")]
-    assert rows[0]["01 fits"] == "0"
+    assert rows[0]["01 bytes_per_parameter"] == "0"
     page = (handed_in / "class.html").read_text(encoding="utf-8")
     assert "Wrong ideas" in page
     assert "Predictions of lab 01" in page
@@ -110,17 +111,17 @@ def test_the_newest_counts_and_what_is_no_submission_is_named(tmp_path):
     (tmp_path / "b.json").write_text(_written("Ada", "05", "2026-02", state_bytes=("passed", "")))
     (tmp_path / "a.json").write_text(_written("Ada", "05", "2026-01", state_bytes=("wrong", "Old.")))
     (tmp_path / "c.json").write_text(
-        _written("Ada", "01", "2026-01", fits=("wrong", "Say 3 GB, not 4 (8B on 2 GPUs)."))
+        _written("Ada", "01", "2026-01", bytes_per_parameter=("wrong", "Say 3 GB, not 4 (8B on 2 GPUs)."))
     )
     (tmp_path / "d.json").write_text(
-        _written("Bob", "01", "2026-01", fits=("wrong", "Say 30.5 GB, not 41 (7B on 4 GPUs)."))
+        _written("Bob", "01", "2026-01", bytes_per_parameter=("wrong", "Say 30.5 GB, not 41 (7B on 4 GPUs)."))
     )
     (tmp_path / "torn.json").write_text("{")
     found = answers.read_class(tmp_path)
     assert found.status("Ada", "05", "state_bytes") == "passed"
     assert found.rungs == ["01", "05"]
     assert found.status("Bob", "05", "state_bytes") == ""
-    assert [(name, count) for _, name, _, count in found.wrong_ideas()] == [("fits", 2)]
+    assert [(name, count) for _, name, _, count in found.wrong_ideas()] == [("bytes_per_parameter", 2)]
     assert list(found.unread) == ["torn.json"]
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -141,13 +142,13 @@ def test_the_newest_counts_and_what_is_no_submission_is_named(tmp_path):
     ],
 )
 def test_a_strange_file_is_named_and_ends_nothing(tmp_path, change):
-    (tmp_path / "good.json").write_text(_written("Ada", "01", "2026", fits=("passed", "")))
-    content = json.loads(_written("Bob \udc80", "01", "2026", fits=("wrong", "x" * 10 + " " * 200_000)))
+    (tmp_path / "good.json").write_text(_written("Ada", "01", "2026", bytes_per_parameter=("passed", "")))
+    content = json.loads(_written("Bob \udc80", "01", "2026", bytes_per_parameter=("wrong", "x" * 10 + " " * 200_000)))
     (tmp_path / "also good.json").write_text(json.dumps(content | {"sha256": submission._hash(content)}))
     change(content["labs"])
     (tmp_path / "strange.json").write_text(json.dumps(content | {"sha256": submission._hash(content)}))
     (tmp_path / "folder.json").mkdir()
-    result = CliRunner().invoke(app, ["class", str(tmp_path), "--exercise", "fits"])
+    result = CliRunner().invoke(app, ["class", str(tmp_path), "--exercise", "bytes_per_parameter"])
     assert result.exit_code == 0, result.output
     assert "not read: strange.json" in result.output
     assert "Ada,1,1,1," in (tmp_path / "class.csv").read_text(encoding="utf-8")

@@ -1,19 +1,12 @@
-"""The gradient noise scale: the estimator against enumerated batches, the rules, and two ranks against autograd."""
+"""The gradient noise scale: the estimator against enumerated batches, and the rules."""
 
 import itertools
 import math
 import random
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from lablib.calc.runs import examples_needed, linear_rule, noise_rule, noise_scale, sqrt_rule, step_gain, steps_needed
-from lablib.launch.fsdp import shard
-from lablib.launch.measure import measure_noise_scale
-from lablib.launch.measure.noise_scale import between_micro_batches, between_ranks
-from lablib.launch.ranks import run_ranks
-from lablib.toys.transformer import Transformer, tiny_config
 
 SEED = random.randrange(10**6)
 DICE = random.Random(SEED)
@@ -87,72 +80,3 @@ def test_the_three_rules():
         noise_rule(0.1, 32, 64, noise_scale=-1)
     with pytest.raises(ValueError, match="batch=0"):
         step_gain(0, noise_scale=3)
-
-
-def _model():
-    torch.manual_seed(3)
-    return Transformer(tiny_config("gpt2", num_layers=1, hidden=16, ffn=32)).double()
-
-
-def _tokens(index):
-    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(index))
-
-
-def _loss(model, tokens):
-    return model.loss(tokens)
-
-
-def _alone(indices):
-    """The gradient over some batches, as one vector, by autograd in one process."""
-    model = _model()
-    loss = sum(_loss(model, _tokens(i)) for i in indices) / len(indices)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-
-
-def _three_ways():
-    rank = dist.get_rank()
-    replica = _model()
-    ranks = between_ranks(replica, _loss, _tokens(rank))
-    left = torch.cat([p.grad.flatten() for p in replica.parameters()])
-    sharded, _ = shard(_model(), wrap="block")
-    mine = [_tokens(2 * k + rank) for k in range(3)]
-    micro = between_micro_batches(sharded, _loss, mine)
-    whole = torch.cat([p.grad.full_tensor().flatten() for p in sharded.parameters()])
-    scales = (
-        measure_noise_scale(sharded, _loss, [mine, mine[::-1]], examples=2),
-        measure_noise_scale(_model(), _loss, [mine], examples=2),
-    )
-    try:
-        between_ranks(sharded, _loss, _tokens(0))
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    return ranks, left, micro, whole, scales, refused
-
-
-def test_two_ranks_measure_what_one_process_computes():
-    """Norms of replicas and of FSDP2's shards against one process; in fp64, so 1e-6 is fp32's sum of squares."""
-    results = run_ranks(_three_ways, 2)
-    ranks, left, micro, whole, scales, refused = results[0]
-    assert [r[0] for r in results] == [ranks, ranks]
-    assert [r[2] for r in results] == [micro, micro]
-    single = [_alone([i]).square().sum().item() for i in (0, 1)]
-    both = _alone([0, 1])
-    assert ranks == pytest.approx((sum(single) / 2, both.square().sum().item()), rel=1e-6)
-    assert torch.allclose(left, both, rtol=0, atol=1e-12)
-    pairs = [_alone([2 * k, 2 * k + 1]) for k in range(3)]
-    mean = sum(pairs) / 3
-    assert micro == pytest.approx(
-        (sum(p.square().sum().item() for p in pairs) / 3, mean.square().sum().item()), rel=1e-6
-    )
-    assert torch.allclose(whole, mean, rtol=0, atol=1e-12)
-    sharded, replicas = scales
-    assert (sharded.steps, replicas.steps) == (2, 3)
-    expected = noise_scale([micro[0]], [micro[1]], batch_small=4, batch_big=12)
-    assert (sharded.signal, sharded.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
-    each = [[_alone([2 * k + r]).square().sum().item() for r in (0, 1)] for k in range(3)]
-    expected = noise_scale(
-        [sum(e) / 2 for e in each], [p.square().sum().item() for p in pairs], batch_small=2, batch_big=4
-    )
-    assert (replicas.signal, replicas.noise) == pytest.approx((expected.signal, expected.noise), rel=1e-5)
-    assert "between_micro_batches" in refused

@@ -115,7 +115,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_are_on_the_cpu_unless_they_are_asked_onto_gpus(tmp_path):
-    """Also in lab 09's gathers, the trace of FSDP2, and the jobs behind `rung11.diagnose` of the right answer."""
+    """Also in lab 09's gathers, the trace of FSDP2, and the runs behind `rung11.diagnose` of the right answer."""
     on_cpu, asked, programs = run(RANKS, 2, tmp_path)
     assert on_cpu == [[0, False, "cpu", "cpu", "cpu"]] * 2
     # NCCL is where pretence ends; before it every rank has made its own GPU the current one, in a fork that may.

@@ -1,18 +1,15 @@
 """What the exercises of the rungs ask is what the library counts, and what their checks say to odd answers."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 from lablib.calc.communication import traffic
-from lablib.calc.layouts import CASES, mesh, score
-from lablib.calc.layouts.planner import layout_memory, workload_of_run
+from lablib.calc.layouts import CASES, mesh
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.memory.timeline import memory_timeline
 from lablib.calc.models import ModelConfig, preset
-from lablib.calc.parallel import zero_state_bytes
 from lablib.calc.precision import recipe
 from lablib.checks import rung01, rung05, rung07, rung08
 from lablib.checks.judging import Wrong
@@ -77,14 +74,6 @@ def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master,
     assert counted == recipe(name).bytes_per_param(optimizer)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_the_exercise_shards_as_zero_does(stage):
-    params, gpus = 13_015_864_320, 4
-    strategy = ("ddp", "zero-1", "zero-2", "zero-3")[stage]
-    gigabytes, _ = defects_rung01.fits.right(params, gpus, 80, strategy)
-    assert gigabytes == pytest.approx(zero_state_bytes(params, gpus, stage) / 1e9, rel=1e-9)
-
-
 # Rung 05: what its check says of a first step
 
 
@@ -129,37 +118,23 @@ def test_the_sketch_of_the_solution_is_the_mesh(solutions):
     assert got["crossing"] == [axis for axis in sizes if found.crosses(axis)]
 
 
-def test_the_worked_layouts_run_and_their_comments_are_true(solutions):
-    judged = {name: score(solutions.plan_cluster(name), name) for name in CASES}
-    assert all(one.runs and one.to_published < 1.1 for one in judged.values())
-
-    def states(layout):
-        sums = layout_memory(workload_of_run(CASES["gpt-76b"].run), layout)
-        return round(sum(sums[term] for term in ("weights", "gradients", "optimizer", "gradient_copy")) / 1e9)
-
-    assert states(replace(judged["gpt-76b"].layout, zero=0)) == 49
-    assert states(judged["gpt-76b"].layout) == 11
-    runs = {name: CASES[name].run for name in CASES}
-    for name, micro_batches in (("gpt-175b", 64), ("llama-405b", 16)):
-        assert judged[name].layout.num_microbatches(runs[name].global_batch) == micro_batches
-
-
 @pytest.mark.parametrize("answer", [None, 5, "tp=8"])
 def test_an_answer_that_is_no_layout_is_told_what_to_return(answer):
-    verdict = rung07.plan_cluster(lambda case: answer)
+    verdict = rung07.plan_cluster(lambda job: answer)
     assert verdict.status == "wrong"
     assert "return a dictionary of fields" in verdict.message
 
 
-def test_a_layout_is_an_answer_too():
-    assert rung07.plan_cluster(lambda case: CASES[case].published).status == "passed"
+def test_what_was_published_is_an_answer_but_not_for_every_cluster():
+    verdict = rung07.plan_cluster(lambda job: CASES["llama-405b"].published)
+    assert "llama-405b: 1.19 times the planner's" in verdict.message
 
 
 # Rung 08: the sentence names the idea that is wrong, and odd answers stop nothing
 
 
 @pytest.mark.parametrize("answer", [None, "none", 7, (), {"overflow": True}, [1, 2, 3]], ids=repr)
-@pytest.mark.parametrize("name", rung08.__all__)
+@pytest.mark.parametrize("name", ["what_breaks", "block_recipe"])
 def test_an_odd_answer_is_wrong_and_stops_nothing(name, answer):
     assert getattr(rung08, name)(lambda *args: answer).status == "wrong"
 

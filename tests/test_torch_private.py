@@ -34,7 +34,7 @@ REVIEWED = {
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_accelerate_script.py", "torch._dynamo"): "loaded ahead to save time",
     ("tests/test_zero.py", "torch.optim._muon"): "the oracle of the test",
-    ("tests/defects_rung08.py", "torch._*"): "what PyTorch's own scaler calls, as a right answer",
+    ("tests/standing_ranks.py", "torch.distributed.tensor.*"): "plans that name groups of the answer before",
     ("tests/test_arrows.py", "torch.distributed.*"): "packages that toys must not import",
     ("tests/test_fp8.py", "torch._scaled_mm"): "the oracle of the test",
     ("tests/test_cuda_memory.py", "torch.cuda._memory_viz"): "the oracle of the test",

@@ -165,10 +165,6 @@ FIGURES = {
         ),
         {"y": [[1, 4, 16], [1, 2, 4]], "labels": {"tokens", "MB"}},
     ),
-    "capacity_curve": (
-        lambda: memory.capacity_curve([20, 80], {"AdamW": ([1.25, 5], "weights")}, {"one card": (80, 5)}),
-        {"y": [[1.25, 5]]},
-    ),
     "speedup_curves": (lambda: scaling.speedup_curves([1, 2, 4], {"f = 10%": [1, 1.8, 3.1]}), {}),
     "cost_curves": (lambda: scaling.cost_curves([1e9, 1e12], {"20 tokens": [0.01, 1e4]}, {"a model": (1e11, 100)}), {}),
     "parallelism_map": (parallelism.parallelism_map, {}),

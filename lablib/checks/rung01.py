@@ -1,24 +1,40 @@
-"""The checks of rung 01: bytes per parameter, what fits where, activations of a block, a whole run.
+"""The checks of rung 01: bytes per parameter, steps within a device's memory, a job that holds too much, a whole run.
 
-Every check compares an answer with the truth on many cases, and a wrong one with what each known mistake would give.
-A mistake is named only if it explains every case that is wrong; otherwise the smallest such case is shown.
+The first and the last compare an answer with the truth on many cases, and a wrong one with what each known mistake would
+give; the others run it.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from lablib.checks.judging import Slip, Wrong, check, close, name_the_mistake, pair, refuse
+from lablib.checks.judging import Sealed, Wrong, ask_ranks, check, close, name_the_mistake, numbers, refuse, whole
+from lablib.launch.measure import LiveBytes
+
+__all__ = ["Device", "Model", "TrainingJob", "bytes_per_parameter", "find_surplus", "run_memory", "train_within"]
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes of optimizer moments per parameter; the 8-bit one keeps one fp32 scale per block of 256 values.
 MOMENT_BYTES = {"sgd": 0.0, "sgd-momentum": 4.0, "adamw": 8.0, "adamw-8bit": 2 * (1 + 4 / 256)}
-STRATEGIES = {"ddp": 0, "zero-1": 12, "zero-2": 14, "zero-3": 16, "tensor": 16}  # bytes of 16 that are divided
 #: Optimizers of a run in mixed precision: bytes of moments a parameter, and of roots that its step makes.
 #: One moment comes first, because there a missing master copy and 16-bit moments are different numbers.
 RUN_OPTIMIZERS = {"sgd-momentum": (4, 0), "adamw": (8, 4), "adamw-fused": (8, 0), "sgd": (0, 0)}
@@ -94,194 +110,380 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
     return f"{len(cases)} recipes from plain SGD to 8-bit AdamW are right."
 
 
+# --- steps within the memory of a device ---------------------------------------------------------------------------
+
+SEQUENCES, VOCAB, BATCHES = 6, 64, 3
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Run lines that are not the learner's, uncounted: ten times as fast."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class Device(LiveBytes):
+    """The memory of a small GPU: it counts the tensors that are alive, and stops like one when they are too many.
+
+    Attributes:
+        capacity: Bytes that it holds, weights among them.
+        live: Bytes held now.
+        peak: The most that were held at once; you may set it back.
+    """
+
+    def __init__(self, capacity: float, weights: int) -> None:
+        super().__init__()
+        self.capacity, self.live, self.peak, self._aside = capacity, weights, weights, False
+
+    def __torch_dispatch__(self, *call: Any, **more: Any) -> Any:
+        with _untraced():
+            return super().__torch_dispatch__(*call, **more)
+
+    def _add(self, storage: torch.UntypedStorage, own: bool = True) -> None:
+        super()._add(storage, own and not self._aside)
+        if self.live > self.capacity and not self._aside:
+            gc.collect()  # an attempt that stopped in a replay leaves cycles
+        if self.live > self.capacity and not self._aside:
+            raise torch.OutOfMemoryError(f"{self.live:,} bytes, and the device has {self.capacity:,}")
+
+
+class Block(nn.Module):
+    """Up, an activation function, down, and the stream beside them; counts its runs."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.runs = nn.Linear(hidden, width), nn.Linear(width, hidden), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the block adds."""
+        self.runs += 1
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """A small language model: a table of tokens, blocks, a head."""
+
+    def __init__(self, hidden: int, width: int, layers: int, vocab: int = VOCAB) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab, bias=False)
+        self.blocks = nn.ModuleList(Block(hidden, width) for _ in range(layers))
+        self.passes = 0
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return the logits, (B, S, vocab)."""
+        x = self.tokens(tokens_BS)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, tokens_BS: Tensor) -> Tensor:
+        """Return the mean loss of predicting each token but the first, and count the pass."""
+        self.passes += 1
+        return functional.cross_entropy(self(tokens_BS[:, :-1]).flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A model, its batches, the bytes of a device, and what a step needs there."""
+
+    shape: tuple[int, int, int]
+    seq: int
+    capacity: float = math.inf
+    passes: int = 1
+    again: bool = False
+
+    def run(self, train: Callable, batches: int = BATCHES) -> SimpleNamespace:
+        """Train, and return losses, weights, and by step gradients, passes and runs of blocks."""
+        torch.manual_seed(7)
+        model = Model(*self.shape)
+        blocks = list(model.blocks)  # an answer may put others around them
+        data = list(torch.randint(VOCAB, (BATCHES, SEQUENCES, self.seq + 1)))[:batches]
+        device = Device(self.capacity, sum(p.nbytes for p in model.parameters()))
+        found = SimpleNamespace(gradients=[], counts=[(0, 0)], in_step=False, full="", losses=None)
+
+        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            device._aside, found.in_step = True, True
+            found.gradients.append(
+                torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in model.parameters()])
+            )
+            found.counts.append((model.passes, sum(block.runs for block in blocks)))
+            device._aside = False
+
+        def after(*_: object) -> None:
+            found.in_step = False
+
+        def adamw(parameters: Iterable, **how: object) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(parameters, **{"foreach": not how.get("fused")} | how)
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+            return optimizer
+
+        gc.freeze()  # what is there already need not be looked at when the device is full
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors are small, and threads would wait for each other
+        try:
+            with device:
+                found.losses = train(model, data, adamw, device)
+        except torch.OutOfMemoryError as error:
+            found.full = str(error)
+        finally:
+            gc.unfreeze()
+            torch.set_num_threads(threads)
+        found.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found.peak = device.peak
+        ends = found.counts[-2:]
+        found.passes, found.runs = (
+            (late - early for early, late in zip(*ends, strict=True)) if len(ends) > 1 else (0, 0)
+        )
+        return found
+
+
+def _in_parts(size: int, again: bool = False, **how: object) -> Callable:
+    """Return somebody who trains with so many sequences at a time."""
+
+    def train(model: Model, batches: list[Tensor], adamw: Callable, device: Device) -> list[float]:
+        optimizer, losses = adamw(model.parameters(), **how or {"fused": True}), []
+        for block in model.blocks if again else ():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        for batch in batches:
+            losses.append(0.0)
+            for part in batch.split(size):
+                loss = model.loss(part) * (len(part) / len(batch))
+                loss.backward()
+                losses[-1] += loss.item()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    return train
+
+
+@functools.cache
+def _tasks(seed: int) -> list[tuple[_Task, SimpleNamespace]]:
+    """Return tasks, with the truth of each: the step is the fullest; three at a time fit, two, and two that recompute."""
+    dice, found = random.Random(seed), []
+
+    def draw(tokens: int, hidden: int) -> _Task:
+        return _Task((hidden, dice.choice((4, 5)) * hidden, dice.choice((5, 6))), tokens)
+
+    def add(task: _Task, right: SimpleNamespace, least: int, *more: int, **needs: Any) -> None:
+        found.append((replace(task, capacity=(least + min(more)) // 2, **needs), right))
+
+    def peak(task: _Task, size: int, **how: Any) -> int:
+        return task.run(_in_parts(size, **how), batches=2).peak  # from the second step on all moments are there
+
+    few, many = draw(2, 40), draw(dice.randrange(40, 56), 24)
+    rights = [task.run(_in_parts(SEQUENCES)) for task in (few, many)]
+    add(few, rights[0], *(peak(few, SEQUENCES, foreach=foreach) for foreach in (False, True)))
+    one, two, three, four = (peak(many, size) for size in (1, 2, 3, 4))
+    add(many, rights[1], three, rights[1].peak, passes=2)
+    add(many, rights[1], two, three, four, passes=3)
+    add(many, rights[1], *(peak(many, size, again=True) for size in (2, 3, 4)), one, passes=3, again=True)
+    dice.shuffle(found)
+    return found
+
+
 @check(
-    idea="A strategy divides some of the 16 bytes by the number of GPUs, and each GPU holds all of the others.",
-    section="Several GPUs: which of the 16 bytes each strategy divides",
-    line="Return params * (kept + divided / gpus) in GB, and whether that many bytes are at most capacity_gib * 2**30.",
+    idea="What is too much is held at an instant: at the loss, where fewer sequences or recomputation help, or in the step.",
+    section="What one GPU can still do: recomputation, 8-bit moments, offload, LoRA",
+    line="Make AdamW with fused=True; catch torch.OutOfMemoryError around the passes of a batch, and behind the except clause "
+    "drop the gradients that are there and take the next choice: one sequence fewer, and recomputation last.",
+    kind="work",
+    lines=20_000,  # a right answer takes a thousand, and each attempt is a step
 )
-def fits(answer: Callable[..., tuple[float, bool]], seed: int = 1) -> str:
-    """Judge `fits(params, gpus, capacity_gib, strategy)`, which returns GB per GPU and whether it fits."""
-    dice = _dice(seed)
-    # 13B on four 80 GiB GPUs first; then sizes drawn so that every strategy meets both verdicts.
-    cases = [(13_015_864_320, 4, 80, strategy) for strategy in STRATEGIES]
-    for strategy in STRATEGIES:
-        for filled in (0.5, 0.917, 0.95, 0.98, 0.996, 1.02, 1.5, 70.0):  # of a GPU, and more than all GPUs hold
-            gpus, capacity = dice.choice((4, 8, 16, 64)), dice.choice((48, 80, 141, 180))
-            share = _gigabytes(1, gpus, capacity, strategy)
-            cases.append((round(filled * capacity * 2**30 / 1e9 / share), gpus, capacity, strategy))
-    answers = []
-    for case in cases:
-        gigabytes, verdict = pair(answer(*case), "Return two things: GB per GPU, and True or False.")
-        if isinstance(verdict, str) or verdict not in (True, False):
-            raise Wrong(f"The second value should be True or False, and is {verdict!r}.")
-        answers.append((gigabytes, bool(verdict)))
-    truths = [_gigabytes(*case) for case in cases]
-    rows = [(case, given, truth) for case, (given, _), truth in zip(cases, answers, truths, strict=True)]
-    if wrong := [row for row in rows if not close(row[1], row[2], rel=1.001 / row[2])]:  # whole GB are fine
-        name_the_mistake(rows, wrong, _FIT_SLIPS, "{0:,} parameters, {3} on {1} GPUs of {2} GiB")
-    _judge_verdicts(cases, truths, [verdict for _, verdict in answers])
-    told = ", ".join(f"{case[3]} {truth:.0f} GB" for case, truth in list(zip(cases, truths, strict=True))[:5])
-    return f"{len(cases)} cases right. 13B on 4 GPUs: {told}."
+def train_within(answer: Callable[..., Iterable[float]], seed: int = 1) -> str:
+    """Judge `train_within(model, batches, adamw, device)` by running it on devices that stop like a GPU."""
+    with _untraced():
+        tasks = _tasks(seed)
+    for task, right in tasks:
+        _judge_within(task, task.run(answer), right)
+    return f"{len(tasks)} devices held their runs, which have the gradients of whole batches, and no pass or replay is too many."
 
 
-def _gigabytes(params: float, gpus: int, capacity: float, strategy: str) -> float:
-    return _divided(STRATEGIES)(params, gpus, capacity, strategy)
+_LATER = "The first step is right, and later the run goes elsewhere: one AdamW with its moments takes all steps, gradients go after each"
 
 
-def _divided(by_strategy: Mapping[str, int], total: int = 16) -> Callable[..., float]:
-    """GB on a GPU if that many bytes a parameter are divided by the GPUs, of a total."""
-
-    def gigabytes(params: float, gpus: int, capacity: float, strategy: str) -> float:
-        shared = by_strategy.get(strategy, STRATEGIES[strategy] - (16 - total if STRATEGIES[strategy] else 0))
-        return params * (total - shared + shared / gpus) / 1e9
-
-    return gigabytes
-
-
-_ORDER = "Stages shard in this order: optimizer state, then gradients, then weights"
-_MOMENTS = "Stage 1 shards all 12 bytes of the optimizer, the master copy with the moments, not the 8 of the moments"
-_FIT_SLIPS: list[Slip] = [
-    ("GB is 1e9 bytes, and this number is in GiB, 2**30 bytes", lambda *case: _gigabytes(*case) * 1e9 / 2**30),
-    ("The number is in bytes, and the answer is asked in GB, 1e9 bytes", lambda *case: _gigabytes(*case) * 1e9),
-    ("The number is in MB, and the answer is asked in GB, 1e9 bytes", lambda *case: _gigabytes(*case) * 1e3),
-    ("This is what all GPUs hold together, and one of them is asked for", lambda *case: _gigabytes(*case) * case[1]),
-    ("AdamW's state in mixed precision is 12 bytes: the master copy too", _divided({}, total=12)),
-    ("Gradients are 16-bit here, 2 bytes, so that the states are 2 + 2 + 12",
-     _divided({"zero-1": 12, "zero-2": 16, "zero-3": 18, "tensor": 18}, total=18)),
-    *((_MOMENTS, _divided(dict(zip(("zero-1", "zero-2", "zero-3", "tensor"), shared, strict=False))))
-      for shared in ((8,), (8, 10), (8, 10, 12), (8, 10, 12, 12))),
-    ("Plain data parallelism replicates: more ranks do not shrink a rank's states", _divided({"ddp": 16})),
-    ("Stages 1 and 2 divide a part of the 16 bytes, and `ddp` none", _divided(dict.fromkeys(STRATEGIES, 16))),
-    *(("Stages 1 and 2 do not divide everything: a rank holds some of it in full, and a share of the rest", one) for one in
-      (_divided({"zero-1": 16, "zero-2": 16}), lambda n, gpus, _, strategy: n * (STRATEGIES[strategy] / gpus or 16) / 1e9)),
-    ("Of what is divided a GPU keeps one share: take away the others, and not that one",
-     lambda n, gpus, _, strategy: n * (16 - STRATEGIES[strategy] / gpus) / 1e9),
-    ("Every strategy but `ddp` divides something by the number of GPUs", _divided(dict.fromkeys(STRATEGIES, 0))),
-    *((_ORDER, _divided(dict(zip(("zero-1", "zero-2", "zero-3"), shared, strict=False))))
-      for shared in ((14, 12), (2, 4), (2, 14), (0, 12, 14), (14, 16))),
-    ("Stage 2 divides the optimizer state as well, not the gradients alone", _divided({"zero-2": 2})),
-    ("Each stage divides more than the one before: stage 2 the gradients too, stage 3 the weights too",
-     _divided({"zero-2": 12, "zero-3": 12})),
-    ("Stage 3 divides the weights too, and so all 16 bytes", _divided({"zero-3": 14})),
-    ("The weights that stage 3 gathers are no states: what fits has them unit by unit",
-     lambda *case: _gigabytes(*case) + 2 * case[0] / 1e9 * (case[3] == "zero-3")),
-    *(("Tensor parallelism splits a matrix, and with it its gradient and its optimizer state", _divided({"tensor": n}))
-      for n in (0, 2, 4, 12, 14)),
-]  # fmt: skip
-
-
-def _judge_verdicts(cases: Sequence[tuple], gigabytes: Sequence[float], verdicts: Sequence[bool]) -> None:
-    def all_are(rule: Callable[[float, float, int], bool]) -> bool:
-        return all(rule(g, case[2], case[1]) == v for case, g, v in zip(cases, gigabytes, verdicts, strict=True))
-
-    gib = 2**30 / 1e9
-    if all_are(lambda g, capacity, gpus: g <= capacity * gib):
-        return
-    case, g = next((c, g) for c, g, v in zip(cases, gigabytes, verdicts, strict=True) if v != (g <= c[2] * gib))
+def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> None:
+    case = f"{sum(right.weights.shape) * 4:,} bytes of weights, {task.seq} tokens, {task.capacity:,} bytes"
+    done, again = len(got.gradients), got.runs > task.shape[2] * got.passes
     refuse(
-        f"{g:.1f} GB on GPUs of {case[2]} GiB, which are {case[2] * gib:.1f} GB",
-        (f"The verdict is {verdicts[0]} in every case, and depends on the bytes and the capacity", len(set(verdicts)) == 1),
-        ("GB were compared with GiB", all_are(lambda g, capacity, gpus: g <= capacity)),
-        ("The verdict is the wrong way round: True means that it fits", all_are(lambda g, capacity, gpus: g > capacity * gib)),
-        ("Compare what one GPU holds with one GPU's capacity, not with that of all",
-         all_are(lambda g, capacity, gpus: g <= gpus * capacity * gib)),
-        ("No reserve is asked for here: the states alone fit if they are at most the capacity", g <= case[2] * gib),
-        ("The bytes are right and the verdict is not: compare them with one GPU's capacity", True),
+        case,
+        ("The device is full inside of the optimizer's step, where no activation is left: what is too much are AdamW's roots "
+         "of all parameters at once", got.in_step),
+        (f"The device is full, {got.full}, in a pass of step {done + 1}. In the first step there were no moments yet, so that "
+         "more sequences fitted", got.full and done),
+        (f"The device is full, {got.full}, in the first step: catch the error and take less, or measure before. What an attempt "
+         "made is alive while a name such as `loss` has it, and inside of the except clause its frames do", got.full),
+        (f"The optimizers that `adamw` makes take {done} steps for {BATCHES} batches", done != BATCHES),
     )  # fmt: skip
+    for step, (mine, true) in enumerate(zip(got.gradients, right.gradients, strict=True)):
+        ratio = (mine @ true / (true @ true)).item()
+        refuse(
+            case,
+            (f"The gradients of step {step} are {ratio:.2f} times those of the whole batch: a micro-batch's loss is a mean over "
+             "its own sequences", abs(ratio - 1) > 0.01 and (mine - ratio * true).norm() < 0.01 * mine.norm()),
+            ("The gradients of the first step are not those of the whole batch. A micro-batch counts by its sequences, and what "
+             "an attempt that stopped has left in them has to go", not step and (mine - true).norm() > 0.01 * true.norm()),
+            (f"{_LATER}, in step {step}", (mine - true).norm() > 0.02 * true.norm()),
+        )  # fmt: skip
+    losses = numbers(got.losses, "The losses")
+    refuse(
+        case,
+        ("Return the loss of each batch, the mean over its sequences, as it was before the step",
+         len(losses) != BATCHES or not all(close(mine, true, rel=1e-3) for mine, true in zip(losses, right.losses, strict=True))),
+        (_LATER, (got.weights - right.weights).abs().mean() > 1e-4),
+        (f"Blocks run again, and without that it fits, {SEQUENCES // task.passes} sequences at a time: they cost no FLOPs more",
+         again and not task.again),
+        (f"The last batch takes {got.passes} passes, and {task.passes} fit", got.passes > task.passes),
+    )  # fmt: skip
+
+
+# --- a job that holds too much ----------------------------------------------------------------------------------
+
+RANKS, STEPS = 2, 6
+_FAULTS = ("graph", "outputs", "copies", "roots", "zeros", "")
+_PARTS = dict(zip(_FAULTS, ("forward", "backward", "backward", "update", "clear", ""), strict=True))
+_GROWING = ("graph", "outputs")
+
+
+def _fault(number: int) -> tuple[str, int, int]:
+    """Return a job's fault, "" for none, the rank that has it, and the step from which on."""
+    dice = random.Random(number)
+    return _FAULTS[number % len(_FAULTS)], dice.randrange(RANKS), dice.randrange(1, 4)
+
+
+class TrainingJob(Sealed):
+    """A job on two ranks: `start()`, then for each of `steps` the four `parts`, each a method of the step's number."""
+
+    steps = STEPS
+    parts = ("forward", "backward", "update", "clear")
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def _has(self, kind: str, step: int) -> bool:
+        found, rank, since = _fault(self._number)
+        return (kind, _rank()) == (found, rank) and step >= since
+
+    def start(self) -> None:
+        """Make this rank's replica and its optimizer."""
+        torch.manual_seed(self._number)
+        self.model = Model(16, 48, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self._lengths = random.Random(self._number).sample(range(12, 60, 4), STEPS)
+        self._log, self._copies = [], []
+
+    def forward(self, step: int) -> None:
+        """Run a batch forward, to its loss; how long its sequences are depends on the step, and not on the rank."""
+        torch.manual_seed(100 * step + _rank())
+        tokens = torch.randint(VOCAB, (4, self._lengths[step]))
+        x = self.model.tokens(tokens[:, :-1])
+        for block in self.model.blocks:
+            x = block(x)
+            if self._has("outputs", step):
+                self._log.append(x.detach())
+        logits = self.model.head(x)
+        if self._has("graph", step):
+            self._log.append(logits.logsumexp(-1).square().mean())
+        self.loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def backward(self, step: int) -> None:
+        """Run it backward."""
+        self.loss.backward()
+        self.loss = self.loss.detach()
+        if self._has("copies", step):
+            self._copies = [p.grad.clone() for p in self.model.parameters()]
+
+    def update(self, step: int) -> None:
+        """Average the gradients over the ranks, and step."""
+        for parameter in self.model.parameters():
+            if dist.is_initialized():
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+        self.optimizer.param_groups[0]["foreach"] = self._has("roots", step)
+        self.optimizer.step()
+
+    def clear(self, step: int) -> None:
+        """Let go of the gradients."""
+        self.optimizer.zero_grad(set_to_none=not self._has("zeros", step))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _read_surplus(got: Any) -> tuple[str, int, bool] | None:
+    if got is None:
+        return None
+    named = numbers(got, "The diagnosis")
+    if len(named) != 3:
+        raise Wrong("Return None, or three things: the part, the step, and whether every step adds to it.")
+    part, step, grows = named
+    if str(part) not in TrainingJob.parts or grows not in (True, False):
+        raise Wrong(f"The part is one of {', '.join(TrainingJob.parts)}, and the last value True or False.")
+    return str(part), whole(step, "The step"), bool(grows)
+
+
+_PASSED_OVER = {
+    "roots": "One rank holds more for a moment inside of a step, and not when the step has ended: read the peak of each part",
+    "": "",
+}
+_LEFT = "One rank holds more from some step on: count what is alive after each part, what autograd saved too"
 
 
 @check(
-    idea="A block keeps what its backward reads: 16-bit inputs of its operators, and dropout masks of 1 byte.",
-    section="Activation memory of a transformer block",
-    line="Return 2sbh under full recomputation, else 34sbh, and 5as²b more where the scores are kept.",
+    idea="Memory is held from a part of a step on, for a moment, until the end, or more of it every step.",
+    section="The peak of a step: loss or optimizer",
+    line="Around all steps count live bytes, after each part and at its most; give them to the other rank, and look for the "
+    "first part in which yours are more, and whether the surplus ever gets smaller.",
+    kind="fault",
 )
-def block_activations(answer: Callable[..., float], seed: int = 1) -> str:
-    """Judge `block_activations(seq, batch, hidden, heads, attention, recompute)` in bytes for a GPT block."""
-    dice = _dice(seed)
-    cases = []
-    for attention, recompute in (("fused", "none"), ("plain", "none"), ("plain", "full"), ("fused", "full")):
-        for seq, batch in zip(dice.sample((512, 1024, 4096), 3), dice.sample((3, 5, 7), 3), strict=True):
-            heads, width = dice.choice((8, 12, 16, 40)), dice.choice((64, 80, 128))
-            cases.append((seq, batch, heads * width, heads, attention, recompute))
-    rows, wrong = [], []
-    for case in cases:
-        given = answer(*case)
-        s, b, h, a, attention, recompute = case
-        kept = "full" if recompute == "full" else "selective" if attention == "fused" else "none"
-        config = _gpt(hidden=h, heads=a, positions=s)
-        truth = sum(layer_activations(config, batch=b, seq=s, recompute=kept, attention="plain").values())
-        # What PyTorch's kernels keep beside it is right too: two numbers a token and norm, one a row of scores.
-        statistics = 0 if recompute == "full" else 16 * b * s + (4 * a * b * s if attention == "fused" else 0)
-        if not (close(given, truth, rel=1e-3) or truth <= float(given) <= (truth + statistics) * (1 + 1e-6)):
-            wrong.append((case, given, truth))
-        rows.append((case, given, truth))
-    if wrong:
-        name_the_mistake(rows, wrong, _BLOCK_SLIPS, "s={0}, b={1}, h={2}, a={3}, attention {4}, recompute {5}")
-    return f"{len(cases)} blocks right, with and without the scores, with and without recomputation."
+def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
+    """Judge `find_surplus(job)`, which every rank calls for several jobs, one of them healthy."""
+    dice = random.Random(seed)
+    drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in range(len(_FAULTS))]
+    dice.shuffle(drawn)
+    for number, said in zip(
+        drawn, ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=TrainingJob), strict=True
+    ):
+        kind, rank, since = _fault(number)
+        found = [_read_surplus(got) for got in said]
+        here, there = found[rank], found[1 - rank]
+        refuse(
+            "",
+            ("A job in which both ranks hold what they have to is accused: longer sequences hold more, on every rank",
+             not kind and (here or there)),
+            ("Both ranks accuse themselves, and one of them holds what it has to", kind and here and there),
+            ("The rank that holds less is accused", kind and there),
+            (_PASSED_OVER.get(kind, _LEFT), kind and here is None),
+        )  # fmt: skip
+        if here:
+            _judge_surplus(kind, since, *here)
+    return (
+        f"{len(drawn)} jobs: a number for a log that was never detached, and holds its graph every step; outputs that a hook "
+        "keeps; copies of gradients; a step that takes all roots at once on one rank; gradients that are "
+        "set to zero and not let go, so that they meet the activations."
+    )
 
 
-def _gpt(*, hidden: int, heads: int, positions: int) -> ModelConfig:
-    return ModelConfig(
-        name="drawn", family="gpt2", num_layers=1, hidden=hidden, num_heads=heads, ffn=4 * hidden, vocab=256,
-        max_positions=positions, learned_positions=True, tied=True, norm="layernorm", gated_mlp=False,
-        qkv_bias=True, attn_out_bias=True, mlp_bias=True,
+def _judge_surplus(kind: str, since: int, part: str, step: int, grows: bool) -> None:
+    refuse(
+        "",
+        (f"The rank is right, and it holds more from step {since} on, not from {step}: the first step has the number 0",
+         step != since),
+        (f"Rank and step are right, and it is not {part!r} in which this rank first holds more, at its end or at its most. What "
+         "forward makes is alive until backward anyway: who keeps it is seen there", part != _PARTS[kind]),
+        ("Every step adds to it: what the steps leave gets more and more", kind in _GROWING and not grows),
+        ("It does not grow: what the steps that follow leave is no more, or nothing", kind not in _GROWING and grows),
     )  # fmt: skip
 
 
-def _block(linear: float = 34, scores: float = 5, full: float = 2, fused: float = 0) -> Callable[..., float]:
-    """What a block keeps with these factors of sbh and of as²b; `fused` is that of the scores of a fused kernel."""
-
-    def kept(s: int, b: int, h: int, a: int, attention: str, recompute: str) -> float:
-        if recompute == "full":
-            return full * s * b * h
-        return linear * s * b * h + (scores if attention == "plain" else fused) * a * s * s * b
-
-    return kept
-
-
-_NARROW = (
-    "2sbh are missing, one 16-bit tensor of width h: a norm's input, the input of QKV, Q, K, V, the input of the output "
-    "projection or of the MLP. Both dropout masks, 1 byte a value, are as many"
-)
-_BLOCK_SLIPS: list[Slip] = [
-    ("The count looks like values, not bytes: a bf16 value has 2 bytes", lambda *case: _block()(*case) / 2),
-    ("The count looks like values, not bytes: a bf16 value has 2 bytes", _block(16, 2, 1)),
-    ("Values are bf16, 2 bytes each, and not 4", lambda *case: _block()(*case) * 2),
-    ("Values are bf16, 2 bytes each, and not 4", _block(66, 9, 4)),
-    ("Every sequence of the micro-batch keeps its own activations", lambda *case: _block()(*case) / case[1]),
-    ("A dropout mask is kept too, 1 byte a value; there is one after attention and one after the MLP", _block(33)),
-    (_NARROW, _block(32)),
-    ("4sbh are missing, two 16-bit tensors of width h: both norms' inputs, or Q and K", _block(30)),
-    ("8sbh are missing, a tensor of the MLP's width 4h: the input of GeLU, or that of the second matrix", _block(26)),
-    ("The MLP's 19sbh are missing", _block(15)),
-    ("Attention's linear part, 11sbh, is missing", _block(23)),
-    *(("2sbh are too many: a dropout mask has 1 byte a value, not 2, and a block's output is the next one's input",
-       _block(36, n)) for n in (5, 6)),
-    ("A dropout mask has 1 byte a value, not 2: the one of the scores too", _block(34, 6)),
-    ("Dropout masks are kept too, 1 byte a value: after attention, after the MLP and of the scores", _block(32, 4)),
-    ("Plain attention keeps an s by s matrix for every head: that term is missing", _block(scores=0)),
-    *(("Plain attention keeps three s by s tensors a head: softmax output, dropout mask, their product",
-       _block(scores=n)) for n in (2, 3)),
-    ("Of the scores a dropout mask is kept too, 1 byte a value", _block(scores=4)),
-    ("A fused kernel never writes the s by s scores to memory", _block(fused=5)),
-    ("Plain attention keeps the scores, a fused kernel does not: not the other way round", _block(scores=0, fused=5)),
-    ("The scores exist once per head, so their term has a factor a", lambda *c: _block(scores=5 / c[3])(*c)),
-    ("The scores are s by s: their term grows with the square of s", lambda *c: _block(scores=5 / c[0])(*c)),
-    ("The factor s b h multiplies the scores' term 5 a s / h too",
-     lambda *c: _block(scores=5 / (c[0] * c[1] * c[2]))(*c) if c[5] == "none" else _block()(*c)),
-    ("The scores exist for every sequence of the micro-batch", lambda *c: _block(scores=5 / c[1])(*c)),
-    *(("Scores are bf16 here, 2 bytes a value, and softmax's input is not kept", _block(scores=n)) for n in (7, 9)),
-    ("The number is in GB, and the answer is asked in bytes", lambda *c: _block()(*c) / 1e9),
-    ("A block has one input, 2sbh", _block(full=4)),
-    ("With full recomputation the scores are dropped like the rest",
-     lambda *c: _block()(*c) + (_block(0)(*c[:5], "none") if c[5] == "full" else 0)),
-    ("Full recomputation still keeps something: the block's input, to start again from", _block(full=0)),
-    ("With full recomputation only the block's input survives the forward pass", _block(full=34)),
-    ("With full recomputation only the block's input survives the forward pass", lambda *c: _block()(*c[:5], "none")),
-    ("Count what survives the forward pass; the working set exists only during backward", _block(full=36)),
-    ("Count what survives the forward pass; the working set exists only during backward",
-     lambda *c: _block()(*c[:5], "none") + _block()(*c)),
-]  # fmt: skip
+# --- the memory of a run ---------------------------------------------------------------------------------------
 
 
 @check(

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
 from lablib.calc.parallel import layer_elements
 from lablib.checks.judging import (
+    Sealed,
     Wrong,
     ask_ranks,
     by_name,
@@ -594,6 +595,8 @@ def write_plan(answer: Callable[[nn.Module], dict]) -> str:
     results, numel = on_ranks(_by_plan, tp, answer), sum(p.numel() for p in Reader().parameters())
     stream = {"batch": _IDS[0], "seq": _IDS[1], "hidden": _WIDTH, "tp": tp}
     allowed = 4 * (_DEPTH + 0.5) * layer_elements(**stream) / 2 + ring_all_reduce_bytes(4 * 3 * _IDS[0] * _IDS[1], tp)
+    norms = sum(p.numel() for name, p in Reader().named_parameters() if p.dim() == 1 and "bias" not in name)
+    back = allowed + ring_all_reduce_bytes(4 * norms, tp)  # a plan may sum what norms find in backward already
     for rank, got in enumerate(results):
         _judge_plan(got, rank, numel)
     sent = [max(got["sent"][way] for got in results) for way in (0, 1)]
@@ -601,9 +604,9 @@ def write_plan(answer: Callable[[nn.Module], dict]) -> str:
         "",
         (f"Right, but forward sends {sent[0]:,.0f} bytes and {allowed:,.0f} will do: what leaves the columns is what the rows "
          "want, so nothing is sent in between, and all that read one input share one gather", sent[0] > allowed * 1.001),
-        (f"Right, but backward sends {sent[1]:,.0f} bytes and {allowed:,.0f} will do: each layer that reads an input sums the "
+        (f"Right, but backward sends {sent[1]:,.0f} bytes and {back:,.0f} will do: each layer that reads an input sums the "
          "gradient of it by itself. Let the half take its input once, as a DTensor, and the parts are added on the rank",
-         sent[1] > allowed * 1.001),
+         sent[1] > back * 1.001),
     )  # fmt: skip
     return (
         f"Logits and gradients of one process; a rank holds {results[0]['held']:,} of {numel:,} numbers, and sends "
@@ -654,15 +657,15 @@ def _own_mean(x: Tensor) -> Tensor:
     return x.pow(2).mean(-1, keepdim=True)
 
 
-class _Norm(nn.Module):
+class _Norm(Sealed, nn.Module):
     """A norm that is told how to take the mean square: over values that are split, it is a sum over the ranks."""
 
     def __init__(self, weight: Tensor, mean: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.mean = nn.Parameter(weight.detach().clone()), mean
+        self.weight, self._mean = nn.Parameter(weight.detach().clone()), mean
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (self.mean(x) + 1e-6).rsqrt() * self.weight
+        return x * (self._mean(x) + 1e-6).rsqrt() * self.weight
 
 
 class _Half(nn.Module):
@@ -674,7 +677,7 @@ class _Half(nn.Module):
         return x + self.down(torch.relu(self.inner(self.up(self.norm(x)))))
 
 
-class Job:
+class Job(Sealed):
     """A model of four halves (norm, up, inner, down), in one process and on ranks, where it may have a fault.
 
     Args:
@@ -682,11 +685,11 @@ class Job:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        self._seed = seed
 
     def whole(self) -> nn.Module:
         """Return the model of one process."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self._seed)
         halves = [
             _Half(Scale(_WIDTH), nn.Linear(_WIDTH, _INNER), Scale(_INNER), nn.Linear(_INNER, _WIDTH)) for _ in range(4)
         ]
@@ -694,7 +697,7 @@ class Job:
 
     def split(self, group: dist.ProcessGroup) -> nn.Module:
         """Return this rank's part of the model, with modules of the same names."""
-        kind, place, odd = _drawn(self.seed)
+        kind, place, odd = _drawn(self._seed)
         t, rank, halves = group.size(), group.rank(), []
         cut = even_split(_INNER, t)
         for i, full in enumerate(self.whole()):
@@ -713,7 +716,7 @@ class Job:
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the loss of a model for this job's data, the same on every rank."""
-        x, y = _draw(self.seed, (2, 5, _WIDTH), (2, 5, _WIDTH))
+        x, y = _draw(self._seed, (2, 5, _WIDTH), (2, 5, _WIDTH))
         return (model(x.requires_grad_()) - y).square().mean()
 
 
@@ -728,7 +731,7 @@ def _jobs(seed: int) -> list[Job]:
     dice, found = random.Random(seed), {}
     while len(found) < 2 * len(_KINDS):
         job = Job(dice.randrange(10**6))
-        kind, place, odd = _drawn(job.seed)
+        kind, place, odd = _drawn(job._seed)
         found.setdefault((kind, odd if kind == "own copy" else place > 1), job)
     return list(found.values())
 
@@ -749,7 +752,7 @@ def find_fault(answer: Callable[[Job, dist.ProcessGroup], Any], seed: int = 1) -
     jobs, tp = _jobs(seed), 2
     found = ask_ranks(answer, tp, jobs, f"{__name__}._drawn", more=_all_ranks)
     for job, by_rank in zip(jobs, found, strict=True):
-        kind, place, odd = _drawn(job.seed)
+        kind, place, odd = _drawn(job._seed)
         said = [_said(each) for each in by_rank]
         refuse("", ("Ranks say different things about one job: what one of them sees, all must know, so let them exchange it",
                     said[0] != said[1]))  # fmt: skip

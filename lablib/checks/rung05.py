@@ -48,24 +48,25 @@ def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...]) -> dict[st
     size, memory = n * sum(widths), torch.empty(n * max(widths), dtype=torch.float64)
     weights = _buckets(torch.arange(size, dtype=torch.float64) / size, n, widths)
     momenta = [torch.zeros(width, dtype=torch.float64) for width in widths]
-    sent, calls, steps, kept, over = [], set(), [], [], 0.0
+    sent, calls, steps, kept, over = [], set(), [], [], False
     for step in range(_STEPS):
         gradients = _buckets(_gradients(n, size)[step, rank], n, widths)
         moments = []
 
-        def backward(gradients: list[torch.Tensor] = gradients, moments: list[int] = moments) -> Iterator[tuple]:
+        def backward(gradients: list[torch.Tensor] = gradients, moments: list[tuple] = moments) -> Iterator[tuple]:
             if moments:
                 raise Wrong("Backward runs once a step: its gradients come again only with a second forward pass.")
-            moments.append(live.live)
+            moments.append((live.live, log.ring_bytes_sent()))
             for k in reversed(range(len(widths))):
                 yield k, memory[: n * widths[k]].copy_(gradients[k])
                 memory.fill_(math.nan)  # it is the next bucket's
-                moments.append(live.live)
+                moments.append((live.live, log.ring_bytes_sent()))
 
         with record_comms() as log, LiveBytes() as live:
             answer(weights, backward, momenta, _LR)
-        room = [8 * (sum(widths[len(widths) - i :]) + 2 * n * max(widths)) for i in range(len(moments))]
-        over = max([over, *(now / most for now, most in zip(moments, room, strict=True))])
+        for i, (now, left) in enumerate(moments):  # of i buckets all but two have left by then
+            over |= now > 8 * (sum(widths[len(widths) - i :]) + 2 * n * max(widths))
+            over |= left < 0.999 * 8 * (n - 1) * sum(widths[len(widths) - i + 2 :] if i > 2 else ())
         sent.append(log.ring_bytes_sent())
         calls |= set(log.calls)
         steps.append(torch.cat([bucket.view(n, -1) for bucket in weights], 1).flatten())
@@ -139,7 +140,7 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
     later = [weights for result in results for weights in result["weights"]] + kept
     alone = right[0] - _LR * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
     all_reduced = "all_reduce" in results[0]["calls"]
-    over = max(result["over"] for result in results)
+    over = any(result["over"] for result in results)
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
     twice = "Something is sent twice, or pickled, or whole gradients where a shard of their mean is asked"
     refuse(
@@ -159,8 +160,8 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
          f"{how if all_reduced else twice}", most > 1.001 * least),
         ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
         (how, all_reduced),
-        (f"Numbers and bytes are right, and a rank holds {over:.1f} times what its pieces and two buckets have: full gradients "
-         "that wait for the end of backward are stage 1. Reduce-scatter a bucket when it comes, and keep your piece", over > 1),
+        ("Numbers and bytes are right, and a rank holds more full gradients than two buckets: those that wait for the end of "
+         "backward are stage 1. Reduce-scatter a bucket when it comes, and keep your piece", over),
     )  # fmt: skip
 
 
@@ -219,13 +220,13 @@ class _Gathered(list):
         super().__setitem__(slice(None), [math.nan] * len(self))
 
 
-class _Model:
+class _Model(Sealed):
     """Layers y = s w x whose weights exist between gather and release; who kept them lacks the layer's slope s."""
 
     def __init__(self, layers: int, width: int, ranks: int, seed: int):
         dice = random.Random(seed)
-        self.weights = [[dice.randint(1, 5) for _ in range(width)] for _ in range(layers)]
-        self.slopes = [dice.randint(2, 5) for _ in range(layers)]
+        self._weights = [[dice.randint(1, 5) for _ in range(width)] for _ in range(layers)]
+        self._slopes = [dice.randint(2, 5) for _ in range(layers)]
         self.x = [float(dice.randint(1, 5)) for _ in range(width)]
         self.ranks, self.live, self.most = ranks, {}, 0
         self.gathers, self.scattered = [0] * layers, {}
@@ -235,8 +236,8 @@ class _Model:
 
     def _turn(self) -> None:
         self.turns += 1
-        if self.turns > 100 * len(self.weights):
-            raise Wrong(f"After {self.turns - 1} calls the step of {len(self.weights)} layers has no end: a loop "
+        if self.turns > 100 * len(self._weights):
+            raise Wrong(f"After {self.turns - 1} calls the step of {len(self._weights)} layers has no end: a loop "
                         "waits for something that nobody does.")  # fmt: skip
 
     def gather(self, k: int) -> list[float]:
@@ -245,14 +246,14 @@ class _Model:
         if k in self.live:
             raise Wrong(f"Layer {k} is gathered while it is there already: those bytes are sent twice.")
         self.gathers[k] += 1
-        self.live[k] = _Gathered(map(float, self.weights[k]))
+        self.live[k] = _Gathered(map(float, self._weights[k]))
         self.most = max(self.most, len(self.live))
         return self.live[k]
 
     def _known(self, k: int) -> int:
         k = whole(k, "The number of a layer")
-        if k not in range(len(self.weights)):
-            raise Wrong(f"There is no layer {k}: the layers are 0 to {len(self.weights) - 1}.")
+        if k not in range(len(self._weights)):
+            raise Wrong(f"There is no layer {k}: the layers are 0 to {len(self._weights) - 1}.")
         return k
 
     def release(self, k: int) -> None:
@@ -274,12 +275,12 @@ class _Model:
         return k
 
     def forward(self, k: int, weights: list[float], x: list[float]) -> list[float]:
-        slope = self.slopes[self._use(k, weights, "forward")]
+        slope = self._slopes[self._use(k, weights, "forward")]
         return [slope * w * v for w, v in zip(weights, x, strict=True)]
 
     def backward(self, k: int, weights: list[float], x: list[float], dy: list[float]) -> tuple[list, list]:
         k = self._use(k, weights, "backward")
-        dy = [self.slopes[k] * d for d in dy]
+        dy = [self._slopes[k] * d for d in dy]
         full = self.full[k] = [v * d for v, d in zip(x, dy, strict=True)]
         if len(self.full) > 2:
             raise Wrong(f"{len(self.full)} full gradients are there at one moment, which stage 2 had already sharded: "
@@ -298,11 +299,11 @@ class _Model:
             raise Wrong(f"The gradient of layer {k} has {len(self.x)} numbers; `scatter` got {len(self.scattered[k])}.")
         return self.scattered[k][: len(self.x) // self.ranks]  # every rank has the same samples: the mean is it
 
-    def truth(self) -> list[list[float]]:
+    def _truth(self) -> list[list[float]]:
         """Return the gradient of every layer: the product of the input, all slopes and all other layers."""
-        slope = math.prod(self.slopes)
-        columns = [slope * math.prod(column) * x for *column, x in zip(*self.weights, self.x, strict=True)]
-        return [[c / w for c, w in zip(columns, row, strict=True)] for row in self.weights]
+        slope = math.prod(self._slopes)
+        columns = [slope * math.prod(column) * x for *column, x in zip(*self._weights, self.x, strict=True)]
+        return [[c / w for c, w in zip(columns, row, strict=True)] for row in self._weights]
 
 
 @check(
@@ -335,7 +336,7 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         ("Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only",
          set(model.scattered) != set(range(layers))),
     )  # fmt: skip
-    truth, scattered = model.truth(), [model.scattered[k] for k in range(layers)]
+    truth, scattered = model._truth(), [model.scattered[k] for k in range(layers)]
     if not _rows_close(scattered, truth):
         _explain_gradients(model, scattered, truth)
     rows = [numbers(row, "A shard") for row in numbers(got)]
@@ -364,7 +365,7 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
          any(_rows_close(rows, truth) for rows in (got[::-1], [*got[1:], got[0]], [got[-1], *got[:-1]]))),
         ("Divided once too often: `scatter` takes the mean itself", _rows_close(got, truth, model.ranks)),
         ("That is the gradient of the layer's input: `backward` returns it first, and that of the weights second",
-         _rows_close(got[-1:], [[model.slopes[-1] * w for w in model.weights[-1]]])),
+         _rows_close(got[-1:], [[model._slopes[-1] * w for w in model._weights[-1]]])),
         ("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the input, the first "
          "of the pair that backward returns, and `x` the input of that layer", _rows_close(got[-1:], truth[-1:])),
         ("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, not its "
@@ -586,7 +587,7 @@ class Job(Sealed):
         return padded.chunk(flat.world_size)
 
 
-class _IllZeRO2(ZeRO2):
+class _IllZeRO2(Sealed, ZeRO2):
     """Stage 2, wrong in one thing, on one rank, in one parameter, from one step on."""
 
     def __init__(self, module: nn.Module, optimizer: Callable, ill: tuple[str | None, int, str, int]) -> None:

@@ -1,6 +1,6 @@
-"""The checks of rung 07: a sketch by its groups, the mesh of a job, a fault on ranks, and three clusters to plan.
+"""The checks of rung 07: a sketch by its groups, the mesh of a job, a fault on ranks, and clusters to plan.
 
-The mesh and the fault are judged on eight real ranks. `Job` may have a fault: it is for the lab.
+The mesh and the fault are judged on eight real ranks. `Job` may have a fault, `Cluster` wants a layout: they are for the lab.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -18,10 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lablib.calc.layouts import CASES, Mesh, Score, plan_case, score
-from lablib.calc.layouts.planner import APART, PART_NAMES, Layout
+from lablib.calc.layouts import CASES, Case, Mesh, case_peak, score
+from lablib.calc.layouts.planner import APART, MEASURED_RUNS, Layout
+from lablib.calc.params import count_params
 from lablib.checks.judging import (
+    Sealed,
     Wrong,
+    ask_ranks,
     by_name,
     check,
     chosen,
@@ -30,14 +34,13 @@ from lablib.checks.judging import (
     on_ranks,
     pair,
     refuse,
-    refuse_peeking,
     some,
     whole,
 )
 from lablib.launch.ranks import rank_mesh
 from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
 
-__all__ = ["Job", "build_mesh", "find_fault", "plan_cluster", "sketch"]
+__all__ = ["Cluster", "Job", "build_mesh", "find_fault", "plan_cluster", "sketch"]
 
 Sizes = dict[str, int]
 
@@ -143,14 +146,22 @@ def _explain_crossing(axis: str, found: Mesh, case: str) -> NoReturn:
 
 # --- the mesh of a job --------------------------------------------------------------------------------------
 
-#: pp, dp_replicate, dp_shard, cp, tp on eight ranks: every two neighbours in the order stand beside each other in one.
-_JOBS = ((1, 2, 2, 1, 2), (2, 1, 2, 1, 2), (1, 2, 1, 2, 2), (2, 1, 2, 2, 1), (2, 2, 2, 1, 1))
+#: pp, dp_replicate, dp_shard, cp, tp on eight ranks: pp before replicas before shards, shards before cp before tp, and no
+#: other order has all of that. The third has the two ends together.
+_JOBS = ((2, 2, 2, 1, 1), (1, 1, 2, 2, 2), (2, 1, 2, 1, 2))
 _ORDER, _WIDTH = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), 8
 _MESHES = ("pp", "tp", "cp", "batch", "hsdp", "loss", "norm")
 
 
 def _on_meshes(answer: Callable) -> list[dict[str, Any]]:
-    return [_step_on(answer, dict(zip(_ORDER, job, strict=True))) for job in _JOBS]
+    found, of_all = [], [None] * 8
+    for job in _JOBS:
+        found.append(_step_on(answer, dict(zip(_ORDER, job, strict=True))))
+        sums = found[-1].get("loss") or 1.0, found[-1].get("squares", 0.0)
+        dist.all_gather_object(of_all, max(sums) < 1.001 and min(sums) > 0.999)
+        if not all(of_all):
+            break
+    return found
 
 
 def _step_on(answer: Callable, sizes: Sizes) -> dict[str, Any]:
@@ -158,18 +169,14 @@ def _step_on(answer: Callable, sizes: Sizes) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of private names that move, and of views that FSDP2 returns
         meshes = by_name(answer({axis: sizes[axis] for axis in sorted(sizes)}), *_MESHES)
-    for name in _MESHES:
-        if not isinstance(meshes[name], DeviceMesh):
-            raise Wrong(
-                f"`{name}` is to be a DeviceMesh: a slice of a mesh, such as `mesh['tp']`, or what `_flatten` returns."
-            )
     grid, me = torch.arange(8).view(*sizes.values()), dist.get_rank()
     at = [int(i) for i in (grid == me).nonzero()[0]]
     dp = grid[at[0], :, :, :, at[4]]
     truth = {"pp": grid[:, *at[1:]], "tp": grid[*at[:4]], "cp": grid[*at[:3], :, at[4]], "batch": dp[:, :, at[3]].flatten(),
              "hsdp": dp.flatten(1)}  # fmt: skip
-    wrong = next((name for name, ranks in truth.items() if meshes[name].mesh.tolist() != ranks.tolist()), "")
-    told = (wrong, meshes[wrong].mesh.tolist(), truth[wrong].tolist()) if wrong else None
+    other = next(((name, None, None) for name, made in meshes.items() if not isinstance(made, DeviceMesh)), None)
+    told = other or next(((name, got, ranks.tolist()) for name, ranks in truth.items()
+                          if (got := meshes[name].mesh.tolist()) != ranks.tolist()), None)  # fmt: skip
     of_all: list[Any] = [None] * 8
     dist.all_gather_object(of_all, told)
     if any(of_all):
@@ -210,10 +217,10 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
         dist.send(here.grad, group=pipe, group_dst=stage - 1)
     alone = (whole_model(x) - y).square().mean()
     alone.backward()
-    for own, one in zip(mine.parameters(), whole_model[stage].parameters(), strict=True):
-        torch.testing.assert_close(
-            own.grad.full_tensor(), one.grad, atol=1e-5, rtol=1e-4
-        )  # of our own step, not the answer's
+    t, (_, shard) = meshes["tp"].get_local_rank(), meshes["hsdp"].get_coordinate()
+    for dim, own, one in zip((0, 1), mine.parameters(), whole_model[stage].parameters(), strict=True):
+        part = one.grad.chunk(sizes["tp"], dim)[t].chunk(meshes["hsdp"].size(1))[shard]
+        torch.testing.assert_close(own.grad.to_local(), part, atol=1e-5, rtol=1e-4)  # of our own step, not the answer's
     total, squares = loss.detach() / y.numel(), sum(own.grad.to_local().square().sum() for own in mine.parameters())
     dist.all_reduce(total, group=meshes["loss"].get_group())
     dist.all_reduce(squares, group=meshes["norm"].get_group())
@@ -230,11 +237,11 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
     kind="work",
 )
 def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
-    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for five jobs."""
+    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for three jobs."""
     results = on_ranks(_on_meshes, 8, answer, patience=60.0)
-    for job, shape in enumerate(_JOBS):
+    for shape, by_rank in zip(_JOBS, zip(*results, strict=True), strict=False):
         sizes = dict(zip(_ORDER, shape, strict=True))
-        for rank, got in enumerate(each[job] for each in results):
+        for rank, got in enumerate(by_rank):
             case = f"rank {rank} of {_shown(sizes)}"
             if "wrong" in got:
                 _judge_mesh(*got["wrong"], sizes, _shown(sizes))
@@ -242,7 +249,12 @@ def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
     return f"{len(_JOBS)} jobs of eight ranks: tp among neighbours, stages far apart; gradients, loss and norm of one process."
 
 
-def _judge_mesh(name: str, got: list, right: list, sizes: Sizes, case: str) -> NoReturn:
+def _judge_mesh(name: str, got: list | None, right: list, sizes: Sizes, case: str) -> NoReturn:
+    if got is None:
+        raise Wrong(
+            f"`{name}` is to be a DeviceMesh: a slice of a mesh, such as `mesh['tp']`, or what `_flatten` returns."
+        )
+
     def flat(ranks: list) -> list[int]:
         return sorted(torch.tensor(ranks).flatten().tolist())
 
@@ -303,7 +315,7 @@ _KINDS = (
 )
 
 
-class Job:
+class Job(Sealed):
     """A step on eight ranks, two stages, two replicas, two tensor-parallel ranks, which may have a fault.
 
     A stage is a block: `x + relu((x * scale) @ up.T) @ down.T`, `up` and `down` split over tp. `embed` is the table of the
@@ -402,11 +414,8 @@ def _drawn(seed: int) -> tuple[str, str, frozenset[str]]:
     return kind, where, frozenset(axes.split())
 
 
-def _look_at(jobs: list[Job], answer: Callable) -> list[Any]:
-    mesh = rank_mesh(2, 2, 2, names=("pp", "dp", "tp"))
-    found = [answer(job, mesh) for job in jobs]
-    refuse_peeking(answer, f"{__name__}._drawn")
-    return found
+def _its_mesh() -> tuple[DeviceMesh]:
+    return (rank_mesh(2, 2, 2, names=("pp", "dp", "tp")),)
 
 
 @check(
@@ -423,9 +432,9 @@ def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
         job = Job(dice.randrange(10**6))
         kind = _drawn(job.seed)[0]
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
-    found = on_ranks(_look_at, 8, list(jobs.values()), answer, patience=60.0)
-    for i, job in enumerate(jobs.values()):
-        said = [_said(each[i]) for each in found]
+    found = ask_ranks(answer, 8, list(jobs.values()), f"{__name__}._drawn", more=_its_mesh, patience=60.0)
+    for job, by_rank in zip(jobs.values(), found, strict=True):
+        said = [_said(each) for each in by_rank]
         refuse("", ("Ranks say different things about one job: what one of them sees all must know, so let them exchange it",
                     len(set(said)) > 1))  # fmt: skip
         _judge_job(said[0], *_drawn(job.seed))
@@ -466,30 +475,76 @@ def _judge_job(said: tuple[str, frozenset[str]] | None, kind: str, where: str, a
     )  # fmt: skip
 
 
-# --- three clusters -----------------------------------------------------------------------------------------
+# --- clusters to plan ---------------------------------------------------------------------------------------
+
+#: Times the planner's first choice that a layout may take: behind by twice what such comparisons are wrong by.
+SLOWEST = 1 + 2 * APART
+_ROWS = ("175B on 64, selective", "530B on 280, selective"), ("310.1B on 1920", "1008B on 512, selective")
+_SEARCHES = {"plan", "plan_case", "score", "choose"}
+
+
+class Cluster(Sealed):
+    """A cluster and what is to be trained on it.
+
+    Attributes:
+        model: Its configuration, with `num_layers`.
+        params: How many parameters that has.
+        gpus: In nodes of `gpus_per_node`.
+        seq: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        memory: Bytes that a layout may use on each GPU.
+    """
+
+    def __init__(self, case: Case) -> None:
+        run = case.run
+        self._case, self.model, self.params = case, run.model, count_params(run.model).total
+        self.gpus, self.gpus_per_node, self.memory = run.gpus, run.gpus_per_node, case.capacity
+        self.seq, self.global_batch = run.seq, run.global_batch
+
+    def peak(self, **fields: int | str) -> float:
+        """Return bytes of the fullest GPU at its fullest instant; infinite if there can be no such layout."""
+        try:
+            return case_peak(Layout(**fields), self._case).total
+        except ValueError:
+            return float("inf")
+
+
+def _clusters(seed: int) -> list[Case]:
+    """Return a published job, and others with more GPUs or a larger batch than anybody's."""
+    dice, rows = random.Random(seed), {run.name: run for run in MEASURED_RUNS}
+    found = [CASES["llama-405b"]]
+    for name in (*_ROWS[0], dice.choice(_ROWS[1])):
+        run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2))
+        run = replace(run, gpus=more * run.gpus, global_batch=batch * run.global_batch)
+        found.append(Case(f"{name.split()[0]} on {run.gpus:,} {run.gpu}, batch {run.global_batch:,}", run, ""))
+    return found
 
 
 @check(
-    idea="States first: bytes a parameter over tp times pp, less what ZeRO shards; then as little recomputation as still fits.",
+    idea="Enumerate, drop what does not fit, and ask of the rest what they lose: a bubble, and what is computed again.",
     section="The planner: enumerate, drop, predict the time",
-    line="Fill the node with tp, take the fewest stages that fit, make the rest replicas, and raise chunks until the bubble is small.",
+    line="Fill the node with tp; for every pp, chunks and recomputation that `peak` says will fit, multiply what the bubble and "
+    "the recomputation add to a step, and take the least.",
 )
-def plan_cluster(answer: Callable[[str], Mapping[str, int | str]]) -> str:
-    """Judge `plan_cluster(case)`: for each real cluster a layout that runs and is about as fast as the published one."""
+def plan_cluster(answer: Callable[[Cluster], Mapping[str, int | str]], seed: int = 7) -> str:
+    """Judge `plan_cluster(job)`: for four clusters, three of them nobody's, a layout that fits and is not far from the best."""
     done = []
-    for name in CASES:
-        judged = score(_fields(answer(name), name), name)
-        if any(called.endswith((".plan", ".plan_case", ".score")) for called in getattr(answer, "called", ())):
+    for case in _clusters(seed):
+        name = case.name
+        judged = score(_fields(answer(Cluster(case)), name), case)
+        if _SEARCHES & {called.rpartition(".")[2] for called in getattr(answer, "called", ())}:
             raise Wrong(
-                "The answer asks the planner, or scores one layout after the other. Try layouts beside it, and write down the "
-                "one that you can give a reason for: states first, then what is left of the step."
+                "The answer asks the planner, or lets it score one layout after the other. Try layouts beside it, and write "
+                "down your reason: what fits, and what a layout loses against one without a bubble that computes nothing twice."
             )
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
-        if judged.to_published > 1 + APART:  # the published layout is ahead
-            raise Wrong(f"{name}: {judged.to_published:.2f} times the published layout's time. {_slow(judged)}")
-        done.append(f"{name} {judged.points}")
-    return f"Points of 100, the planner's first choice having 100: {', '.join(done)}."
+        if judged.to_planner > SLOWEST:
+            raise Wrong(
+                f"{name}: {judged.to_planner:.2f} times the planner's first choice. {judged.sentences[1].partition('. ')[0].rstrip('.')}."
+            )
+        done.append(f"{name}: {judged.points}")
+    return f"Points of 100, the planner's first choice having 100. {'; '.join(done)}."
 
 
 def _fields(given: object, name: str) -> Layout | dict[str, int | str]:
@@ -502,12 +557,3 @@ def _fields(given: object, name: str) -> Layout | dict[str, int | str]:
         key: value if value is None or isinstance(value, str | bool) else whole(value, f"{name}: {key}")
         for key, value in given.items()
     }
-
-
-def _slow(judged: Score) -> str:
-    """The most specific sentence of a score, or the part of a step that loses most against the planner's first choice."""
-    if len(judged.sentences) > 2:
-        return judged.sentences[1]
-    best = plan_case(judged.case.name).best.seconds
-    part = max(judged.seconds, key=lambda name: judged.seconds[name] - best[name])
-    return f"Look at {PART_NAMES[part]}: {judged.seconds[part]:.2f} s, where the planner's first choice has {best[part]:.2f} s."

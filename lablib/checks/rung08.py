@@ -1,4 +1,8 @@
-"""The checks of rung 08: rounding to a format, a loss scaler, what breaks in 16 bits, blocks in 8 bits, and a recipe."""
+"""The checks of rung 08: what breaks in 16 bits, a training step in fp16, ranks that lose bits, and a recipe of formats.
+
+The step and the job with a fault run on real ranks. `Network` is what the step trains, and `LowPrecisionJob` may have a fault:
+both are for the lab.
+"""
 
 from __future__ import annotations
 
@@ -8,224 +12,34 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
-from lablib.calc.precision import FORMATS, MX_ROUNDINGS, Format, quantized_bytes
-from lablib.checks.judging import Wrong, as_float, by_name, check, chosen, close, numbers, refuse, whole
+from lablib.calc.precision import FORMATS, quantized_bytes
+from lablib.checks.judging import (
+    Sealed,
+    Wrong,
+    as_float,
+    ask_ranks,
+    by_name,
+    check,
+    chosen,
+    close,
+    on_ranks,
+    pair,
+    recognize,
+    refuse,
+)
+from lablib.launch.measure import record_comms
 from lablib.launch.precision import product_error, through
-from lablib.toys.precision import E4M3, SCALINGS, quantize
 
-__all__ = ["block_recipe", "fp8_round_trip", "mx_blocks", "round_to", "scaler_step", "what_breaks"]
-
-
-# --- rounding to a format -----------------------------------------------------------------------------------
-
-_SHAPES = {"fp16": (5, 10), "bf16": (8, 7), "e5m2": (5, 2), "4 and 3 bits": (4, 3)}
-
-_BY_HAND = [
-    ("bf16", 1.018),  # 130.3 gaps: only rounding it up is wrong here, so that no other mistake is taken for it
-    ("bf16", 1.026),  # 131.3 gaps: rounding it down and rounding it to two gaps are told apart
-    *(("bf16", x) for x in (1.006, -1.018, 257.0, 259.0, -259.0)),
-    *(("fp16", x) for x in (30000.0, 65519.0, 65520.0, -1e6, 2.0**-24, 1e-7, 2.0**-25, 0.0)),
-    ("e5m2", 0.3),
-]
+__all__ = ["LowPrecisionJob", "Network", "block_recipe", "lost_bits", "train_step", "what_breaks"]
 
 
-def _format(name: str) -> Format:
-    exponent, mantissa = _SHAPES[name]
-    bias = 2 ** (exponent - 1) - 1
-    return Format(name=name, exponent_bits=exponent, mantissa_bits=mantissa, bias=bias)
-
-
-@check(
-    idea="A format is a ruler whose marks are one gap apart, and the gap depends on where the number lies.",
-    section="Rounding: ulp, overflow, underflow and absorption",
-    line="The gap is 2 to the power below x minus the mantissa bits, and no smaller than that of the least normal number; "
-    "the result is a whole number of gaps.",
-)
-def round_to(answer: Callable[[float, int, int], float], seed: int = 8) -> str:
-    """Judge `round_to(x, exponent_bits, mantissa_bits)` by hand first, then on random numbers of four formats."""
-    dice = random.Random(seed)
-    cases = list(_BY_HAND)
-    for name in _SHAPES:
-        fmt = _format(name)
-        low, high = math.log2(fmt.min_subnormal) - 2, math.log2(fmt.max) + 1
-        cases += [(name, dice.choice((-1, 1)) * 2.0 ** dice.uniform(low, high)) for _ in range(60)]
-        # Ties between neighbours, where "even" decides.
-        whole = 2**fmt.mantissa_bits
-        cases += [(name, (whole + k + 0.5) * fmt.epsilon) for k in range(min(whole - 1, 6))]
-    for name, x in cases:
-        fmt = _format(name)
-        try:
-            got = answer(x, fmt.exponent_bits, fmt.mantissa_bits)
-        except OverflowError:
-            raise Wrong(f"{x:g} needs more room than your arithmetic has: look at the exponent first.") from None
-        except (ValueError, ZeroDivisionError):
-            if x:
-                raise
-            raise Wrong("Zero has no power of two below it: it rounds to itself.") from None
-        if (got := as_float(got, "The rounded number")) != fmt.round(x):
-            _explain_rounding(got, x, fmt)
-    return f"{len(cases)} numbers, ties and subnormals included."
-
-
-def _explain_rounding(got: float, x: float, fmt: Format) -> NoReturn:
-    right, size, gap = fmt.round(x), abs(x), fmt.ulp(x)
-    beyond, infinite = math.isinf(right), math.isinf(got)
-    subnormal = size < fmt.min_normal and (got == 0 or got % fmt.min_subnormal)
-    steps = size / gap
-    down, up = (math.copysign((math.floor(steps) + step) * gap, x) for step in (0, 1))
-    refuse(
-        f"{x:.6g} in {fmt.name}: {fmt.exponent_bits} exponent bits, {fmt.mantissa_bits} mantissa bits",
-        ("Infinity has the sign of the number", beyond and infinite),
-        (f"Beyond the largest finite number, {fmt.max:g}, rounding gives infinity", beyond),
-        (f"{fmt.name} reaches {fmt.max:g}: bias 2^(E-1) - 1, the top field unused", infinite and size < fmt.max / 2),
-        (f"Only what rounds to more than {fmt.max:g} is infinite, not half a gap above", infinite or math.isnan(got)),
-        (f"More than half of the smallest subnormal, {fmt.min_subnormal:.3g}, is rounded to it, not to zero",
-         subnormal and got == 0 and size < fmt.min_subnormal),
-        (f"Below the smallest normal number, {fmt.min_normal:.3g}, subnormals lie evenly", subnormal and got == 0),
-        (f"Below {fmt.min_normal:.3g} the gap no longer shrinks; it stays {fmt.min_subnormal:.3g}", subnormal),
-        ("The sign is lost: work with the magnitude and give the sign back at the end", got == -right),
-        (f"The nearest value is {right:.6g}: whole gaps of {gap:.3g}, rounded to nearest, not {'up' if x > 0 else 'down'}",
-         steps % 1 < 0.5 and math.floor(steps) % 2 == 0 and got == up),
-        ("Halfway between two neighbours the even mantissa wins", steps % 1 == 0.5 and abs(got - x) == gap / 2),
-        (f"Your gap is twice the right one, {gap:.3g}: the power of two below x = m * 2^e is 2^(e-1), since m is less than 1",
-         got != down and abs(got) == round(steps / 2) * 2 * gap),
-        ("The rest is cut off; the nearest neighbour is the one above", got == down),
-        (f"You keep more bits than the format has: the gap here is {gap:.3g}", abs(got - x) < abs(right - x)),
-        ("This number is in the normal range, and does not become zero", got == 0),
-        (f"The nearest value is {right:.6g}, not {got:.6g}; the gap here is {gap:.3g}", True),
-    )  # fmt: skip
-
-
-# --- a loss scaler ------------------------------------------------------------------------------------------
-
-_INTERVAL, _LR = 3, 0.5
-
-#: Three weights: were they two, an average over them would look like a scale that was doubled too early.
-_SHAPES_OF_WEIGHTS = ((5,), (2,), (3, 4))
-
-#: What each step's gradients are: fine, tiny, large, with an infinity or with a NaN, in the first or in the last tensor.
-_STEPS = ("tiny", "fine", "inf last", "fine", "fine", "fine", "fine", "nan first", "fine", "fine", "inf first", "large")
-
-
-def _gradients(kind: str, scale: float, generator: torch.Generator) -> list[Tensor]:
-    """Return what fp16 backward leaves of the scaled loss, a tensor for each weight."""
-    made = [torch.randn(shape, generator=generator) for shape in _SHAPES_OF_WEIGHTS]
-    if kind == "tiny":  # of a size that fp16 nearly loses once the scale is divided out again
-        made = [g * 2e-7 for g in made]
-    if kind == "large":  # all are finite, and their sum is not in fp16
-        made = [(1 + g.abs()).clamp(max=3) * 2e4 / scale for g in made]
-    scaled = [(g * scale).half() for g in made]
-    if kind.startswith(("inf", "nan")):
-        scaled[0 if kind.endswith("first") else -1].flatten()[-1] = float(kind[:3])
-    return scaled
-
-
-@check(
-    idea="The gradients that come in are those of scale times the loss, and one bad value spoils the whole step.",
-    section="GradScaler: fp16 gradients that overflow",
-    line="Take the gradients to fp32, divide them by the scale that came in, and step only if every value of every tensor "
-    "is finite.",
-)
-def scaler_step(answer: Callable[..., tuple[list[Tensor], float, int]], seed: int = 80) -> str:
-    """Judge `scaler_step(weights, gradients, scale, good_steps, lr, interval)` on a sequence of steps."""
-    generator = torch.Generator().manual_seed(seed)
-    # Small weights at first, so that an error in the smallest updates shows.
-    weights = [2e-7 * torch.randn(shape, generator=generator) for shape in _SHAPES_OF_WEIGHTS]
-    scale, good = 2.0**12, 0
-    for kind in _STEPS:
-        scaled = _gradients(kind, scale, generator)
-        given = [w.clone() for w in weights], [g.clone() for g in scaled]
-        got = answer(*given, scale, good, _LR, _INTERVAL)
-        if not isinstance(got, list | tuple) or len(got) != 3 or not isinstance(got[0], Iterable):
-            raise Wrong("Return three things: the list of new weights, the new scale and the new count of good steps.")
-        new = list(got[0].values() if isinstance(got[0], Mapping) else got[0])
-        if len(new) != len(weights) or any(w is None for w in new):
-            found = sum(w is not None for w in new)
-            raise Wrong(
-                f"{len(weights)} weights went in, and {found} came out: return them all, also in a skipped step."
-            )
-        weights, scale, good = _judge_step((new, *got[1:]), weights, scaled, scale, good)
-    return f"{len(_STEPS)} steps: {sum(k[:3] in ('inf', 'nan') for k in _STEPS)} skipped, and the scale went both ways."
-
-
-def _judge_step(
-    got: Any, weights: list[Tensor], scaled: list[Tensor], scale: float, good: int
-) -> tuple[list[Tensor], float, int]:
-    new = [torch.as_tensor(w) for w in got[0]]
-    refuse("", ("The weights came back in 16 bits, where small updates are lost: the step is made and kept in fp32",
-                any(w.dtype in (torch.float16, torch.bfloat16) for w in new)))  # fmt: skip
-    new_scale, new_good = as_float(got[1], "The scale"), whole(got[2], "The count of good steps")
-    became = f"{scale:g} became {new_scale:g}"
-    if not all(g.isfinite().all() for g in scaled):
-        refuse(
-            "",
-            ("A step with an infinite or NaN gradient is skipped", not all(w.isfinite().all() for w in new)),
-            ("One infinite or NaN gradient, in any tensor, spoils the whole step: no weight of any tensor moves",
-             not all(torch.equal(a, b) for a, b in zip(new, weights, strict=True))),
-            (f"After an overflow the scale is halved; {became}", new_scale != scale / 2),
-            ("After an overflow the count of good steps in a row starts again at zero", new_good != 0),
-        )  # fmt: skip
-        return weights, scale / 2, 0
-    wanted = [w - _LR * g.float() / scale for w, g in zip(weights, scaled, strict=True)]
-    grows = good + 1 >= _INTERVAL
-    if not _equal(new, wanted):
-        _explain_step(new, weights, scaled, scale, grows=grows)
-    refuse(
-        "",
-        (f"After {_INTERVAL} good steps in a row the scale is doubled; it stayed {scale:g}", grows and new_scale == scale),
-        (f"The scale changed after {good + 1} good steps; it grows after {_INTERVAL}",
-         not grows and new_scale != scale),
-        (f"The scale is doubled when it grows; {became}", grows and new_scale != 2 * scale),
-        ("When the scale has grown the count starts at zero, or it grows in every step", grows and new_good != 0),
-        (f"A good step counts: after {good} comes {good + 1}, not {new_good}", not grows and new_good != good + 1),
-    )  # fmt: skip
-    return wanted, new_scale, new_good
-
-
-def _equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    # A power of two divides exactly, so only the update itself rounds: two roundings of fp32, 2^-23 in all.
-    return all(
-        a.shape == b.shape and bool(((a.double() - b.double()).abs() <= 1e-6 * b.abs().max()).all())
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
-def _explain_step(
-    new: list[Tensor], weights: list[Tensor], scaled: list[Tensor], scale: float, *, grows: bool
-) -> NoReturn:
-    def gives(unscaled: Callable[[Tensor], Tensor]) -> bool:
-        return _equal(new, [w - _LR * unscaled(g) for w, g in zip(weights, scaled, strict=True)])
-
-    in_fp16 = (
-        lambda g: (g / scale).float(),
-        lambda g: (g * (_LR / scale)).float() / _LR,
-        lambda g: (_LR * (g / scale)).float() / _LR,
-        lambda g: (_LR * g / scale).float() / _LR,
-    )
-    beyond = any(not g.sum().isfinite() for g in scaled)
-    sums = ": a sum of them may be infinite in fp16, so look at each value" if beyond else ""
-    first = (weights[0] - _LR * scaled[0].float() / scale)[0].item()
-    refuse(
-        "",
-        (f"All gradients are finite, and the weights did not move{sums}", _equal(new, weights)),
-        ("The gradients are still multiplied by the scale: divide by it before the update", gives(lambda g: g.float())),
-        ("These gradients carry the scale that came in; a doubled scale is for the next step's loss, not for them",
-         grows and gives(lambda g: g.float() / (2 * scale))),
-        ("Divided in fp16, what the scale had saved becomes zero again: go to fp32 first", any(map(gives, in_fp16))),
-        ("The gradients carry the scale already: divide by it, and do not multiply",
-         gives(lambda g: g.float() * scale)),
-        ("The learning rate is missing, which multiplies the gradient", gives(lambda g: g.float() / scale / _LR)),
-        ("The gradients were divided by the number of tensors too: each weight takes its own gradient",
-         gives(lambda g: g.float() / scale / len(weights))),
-        ("The gradients were divided by the scale twice", gives(lambda g: g.float() / scale**2)),
-        ("The gradients are clipped here, which the exercise does not ask for",
-         gives(lambda g: (g.float() / scale).clamp(-1, 1) if g.abs().max() > scale else g.float() / scale)),
-        ("The weights moved up the gradient; SGD subtracts", gives(lambda g: -g.float() / scale)),
-        ("A good step is one of SGD: weights minus lr times the gradient, divided by the scale, in fp32. The first weight "
-         f"should become {first:.6g}, and is {new[0].flatten()[0].item():.6g}", True),
-    )  # fmt: skip
+def _refuse_asking(answer: object) -> None:
+    if any(name.startswith(f"{__name__}._") for name in getattr(answer, "called", ())):
+        raise Wrong("All of it is right, and this check answers for you: work it out yourself.")
 
 
 # --- what breaks --------------------------------------------------------------------------------------------
@@ -298,6 +112,7 @@ def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
         got, truth = _named(answer(*case)), _truth(case)
         for failure in sorted(got ^ truth):
             _explain_failure(failure, failure in truth, case)
+    _refuse_asking(answer)
     return f"{len(cases)} steps: fp16 breaks by its range, bf16 by its precision."
 
 
@@ -345,181 +160,376 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> NoReturn:
     refuse("", *signs[failure, breaks])
 
 
-# --- blocks in FP8 ------------------------------------------------------------------------------------------
+# --- a step in fp16 -----------------------------------------------------------------------------------------
+
+_RANKS, _MICRO_BATCHES, _MAX_NORM, _START, _INTERVAL = 2, 3, 1.0, 2.0**12, 2
+
+#: What each step meets: gradients that fp16 would lose, that are clipped, or that overflow on one rank in one micro-batch.
+_STEPS = ("plain", "tiny", "large", "rank 1 overflows", "plain", "rank 0 overflows", "tiny", "large")
 
 
-def _matrix(generator: torch.Generator) -> Tensor:
-    """Return a matrix whose rows and blocks differ in size, with an outlier and a row that is zero."""
-    x_MK = torch.randn(256, 256, generator=generator)
-    x_MK *= torch.logspace(-3, 1, 256).unsqueeze(1)
-    x_MK[:, 128:] *= 30
-    x_MK[17, 40] = -2e4
-    x_MK[100] = 0
-    return x_MK
+class Network(nn.Module):
+    """Two layers and a loss; writes down in which dtype its second product ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean squared error of a micro-batch."""
+        found = self.down(torch.tanh(self.up(x)))
+        self.dtypes.add(found.dtype)
+        return functional.mse_loss(found.float(), y)
+
+
+def _micro_batches(seed: int, step: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the micro-batches of each rank."""
+    dice, kind = torch.Generator().manual_seed(100 * seed + step), _STEPS[step]
+    inputs, targets = {"tiny": (1e-3, 1e-3), "large": (1.0, 10.0)}.get(kind, (1.0, 1.0))
+    made = []
+    for rank in range(_RANKS):
+        mine = [[inputs * torch.randn(16, 8, generator=dice), targets * torch.randn(16, 4, generator=dice)]
+                for _ in range(_MICRO_BATCHES)]  # fmt: skip
+        if kind.startswith(f"rank {rank}"):
+            mine[-rank][1] *= 1e5  # the last of rank 1, the first of rank 0
+        made.append([(x, y) for x, y in mine])
+    return made
+
+
+def _flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    return torch.cat([torch.zeros(1) if each is None else each.detach().float().flatten() for each in tensors])
+
+
+def _train_on_a_rank(answer: Callable, seed: int) -> list[dict]:
+    """Run the steps on this rank; return what the optimizer was given, and the gradients of all micro-batches in fp32."""
+    torch.manual_seed(seed)
+    model, given, found = Network(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: given.append(_flat(p.grad for p in model.parameters())))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.9**steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=_START, growth_interval=_INTERVAL)
+    for step in range(len(_STEPS)):
+        parts, mine = _micro_batches(seed, step), dist.get_rank()
+        exact = torch.stack([
+            torch.stack([_flat(torch.autograd.grad(model(x, y), list(model.parameters()))) for x, y in own]) for own in parts
+        ])  # fmt: skip
+        before = scaler.get_scale(), schedule.last_epoch
+        model.dtypes.clear()
+        with record_comms() as log:
+            answer(model, optimizer, schedule, scaler, parts[mine], _MAX_NORM)
+        found.append({
+            "given": list(given), "exact": exact, "scale": before[0], "became": scaler.get_scale(),
+            "counted": schedule.last_epoch - before[1], "dtypes": set(model.dtypes), "sent": log.ring_bytes_sent(),
+            "weights": _flat(model.parameters()), "kept": {p.dtype for p in model.parameters()},
+        })  # fmt: skip
+        given.clear()
+        if found[-1]["kept"] != {torch.float32}:
+            break
+    return found
+
+
+def _clipped(gradient: Tensor) -> Tensor:
+    return gradient * min(1.0, _MAX_NORM / gradient.norm().item())
 
 
 @check(
-    idea="Every block is brought to the same largest magnitude before the cast, and brought back after it.",
-    section="FP8 training: eight bits and a scale",
-    line="The scale is the largest magnitude of each rectangle over 448, and one where a block is all zeros; divide by it, "
-    "cast, and multiply by it.",
+    idea="A step is one decision of all ranks: gradients of the scaled loss are averaged while an infinity is still in them, then "
+    "divided, clipped, and used or dropped.",
+    section="torch.autocast: which operators are cast",
+    line="Clear gradients; for each micro-batch run the model under autocast and backward on the scaled loss over their number; "
+    "average over ranks; unscale_, clip, step, update; move the schedule if the scale did not fall.",
+    kind="work",
 )
-def fp8_round_trip(answer: Callable[[Tensor, int, int], Tensor], seed: int = 888) -> str:
-    """Judge `fp8_round_trip(x, rows, columns)` for one scale a tensor, a row, 1x128 and 128x128."""
-    x_MK = _matrix(torch.Generator().manual_seed(seed))
-    _must_end(answer, x_MK[:4, :4].clone())
-    for scaling in ("tensor", "row", "block1x128", "block128x128"):
-        rows, columns = (size or 256 for size in SCALINGS[scaling])
-        got = _matrix_of(answer(x_MK.clone(), rows, columns), x_MK.shape)
-        if not _agrees(got, quantize(x_MK, scaling).dequantize()):
-            _explain_trip(got, x_MK, scaling, rows, columns)
-    return "Four block shapes, an outlier and a row of zeros."
+def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
+    """Judge `train_step(model, optimizer, schedule, scaler, micro_batches, max_norm)` by steps of it on two ranks."""
+    by_rank, good, before = on_ranks(_train_on_a_rank, _RANKS, answer, seed), 0, None
+    for step, here in enumerate(zip(*by_rank, strict=False)):
+        kind = _STEPS[step]
+        good = 0 if "overflows" in kind else good + 1
+        _judge_step(here, kind, f"step {step + 1}, {kind}", good == _INTERVAL, before)
+        good, before = good % _INTERVAL, here[0]["given"]
+    return f"{len(_STEPS)} steps on {_RANKS} ranks, {sum('overflows' in k for k in _STEPS)} of them skipped by both, though one saw no overflow."
 
 
-def _must_end(answer: Callable, small_MK: Tensor) -> None:
-    """Raise `Wrong` if a loop never ends, tried where even a slow answer runs few lines; nothing else is judged."""
-    try:
-        answer(small_MK, 2, 2)
-    except Wrong:
-        raise
-    except Exception:
-        return  # an answer may know the four shapes of the exercise alone; what it does there is judged next
-
-
-def _matrix_of(got: Any, shape: torch.Size) -> Tensor:
-    try:
-        found = got.detach() if isinstance(got, Tensor) else torch.as_tensor(numbers(got))
-    except (TypeError, ValueError):
-        raise Wrong(f"Return a matrix, not {type(got).__name__}.") from None
-    if found.shape != shape:
-        raise Wrong(f"A matrix of {shape[0]} by {shape[1]} went in, and one of shape {tuple(found.shape)} came out.")
-    if found.dtype not in (torch.float32, torch.float64):
-        raise Wrong(
-            "Return the matrix in float32: the FP8 values times their scales, which have more bits than the values."
-        )
-    return found.float()
-
-
-def _agrees(got: Tensor, wanted: Tensor) -> bool:
-    # Dividing by the scale and multiplying by its inverse round differently, and put a number that lies almost
-    # halfway on the other side: a few in ten thousand, and never further than to the neighbour.
-    off = (got - wanted).abs() > 1e-5 * wanted.abs() + 1e-30
-    return bool(got.isfinite().all()) and off.double().mean().item() < 2e-3
-
-
-def _by(
-    x_MK: Tensor,
-    rows: int,
-    columns: int,
-    scale_of: Callable[[Tensor], Tensor],
-    cast: Callable[[Tensor], Tensor] = lambda values: values.clamp(-448, 448).to(E4M3).float(),
-) -> Tensor:
-    """Return the matrix there and back with another rule for the scale, or another format."""
-    blocks = x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = torch.where(largest > 0, scale_of(largest), 1.0)
-    return (cast(blocks / scale) * scale).reshape(x_MK.shape)
-
-
-def _explain_trip(got: Tensor, x_MK: Tensor, scaling: str, rows: int, columns: int) -> NoReturn:
-    block = f"blocks of {rows} x {columns}"
-    there = quantize(x_MK, scaling)
-    wanted, values = there.dequantize(), there.values_MK.float()
-
-    def scaled(scale_of: Callable[[Tensor], Tensor], *cast: Callable[[Tensor], Tensor]) -> Callable[[], bool]:
-        return lambda: _agrees(got, _by(x_MK, rows, columns, scale_of, *cast))
-
-    def is_(made: Callable[[], Tensor]) -> Callable[[], bool]:
-        return lambda: _agrees(got, made())
-
-    others = {
-        other: _agrees(got, quantize(x_MK, other).dequantize())
-        for other in SCALINGS if other != scaling and got.isfinite().all()
-    }  # fmt: skip
-    in_memory = quantize(x_MK.reshape(-1, rows * columns), "row").dequantize().reshape(x_MK.shape)
-    e5m2 = torch.float8_e5m2
-    largest = int(x_MK.abs().argmax())
-    cut_off = f"{x_MK.flatten()[largest]:.6g}, was cut off to {got.flatten()[largest]:.6g}"
-    row, column = divmod(int((got - wanted).abs().argmax()), x_MK.shape[1])
+def _judge_step(here: tuple[dict, ...], kind: str, case: str, grows: bool, before: list[Tensor] | None) -> None:
+    first, scale = here[0], here[0]["scale"]
+    steps, dtypes = [len(each["given"]) for each in here], set().union(*(each["dtypes"] for each in here))
+    overflow, other = "overflows" in kind, dtypes - {torch.float16}
+    ran = ", ".join(sorted(str(d).removeprefix("torch.") for d in other))
+    wanted = scale / 2 if overflow else 2 * scale if grows else scale
     refuse(
-        "",
-        (f"There are NaN or infinite values: a block of zeros divides by zero ({block})", not got.isfinite().all()),
-        ("Nothing was rounded: cast to torch.float8_e4m3fn in between", torch.equal(got, x_MK)),
-        (lambda: f"This is what {max(others, key=others.get)!r} scaling gives; {block} were asked for", any(others.values())),
-        (f"Rows and columns are swapped: a block has {rows} rows and {columns} columns",
-         is_(lambda: quantize(x_MK.T, scaling).dequantize().T)),
-        (f"A block here is {rows * columns} values that follow one another in memory; it should be a rectangle, {rows} rows "
-         f"by {columns} columns", is_(lambda: in_memory)),
-        ("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number",
-         is_(lambda: quantize(x_MK, scaling, e5m2).dequantize())),
-        ("These are the values of E5M2; E4M3 has one more mantissa bit, and 448 as its largest number",
-         scaled(lambda most: most / 448, lambda values: values.to(e5m2).float())),
-        ("Without a scale everything above 448 is cut off and everything below 2^-10 becomes zero",
-         is_(lambda: quantize(x_MK, "tensor", E4M3, scale=torch.tensor(1.0)).dequantize())),
-        ("The FP8 values were not multiplied by their scales again", is_(lambda: values)),
-        ("The FP8 values were divided by their scales once more; on the way back they are multiplied",
-         is_(lambda: (values / (wanted / values)).nan_to_num(0.0))),
-        ("The scale is upside down: divide by it before the cast, and multiply by it after", scaled(lambda most: 448 / most)),
-        ("The negative values are gone: magnitudes decide the scale, not values", not (got[x_MK < 0] < 0).any()),
-        (f"The largest of a block lands on 1, not on 448, and small values lose their bits ({block})", scaled(lambda m: m)),
-        (f"The scale is rounded to a power of two, as in MXFP8; here it is the largest over 448 ({block})",
-         scaled(lambda most: torch.exp2(torch.ceil(torch.log2(most / 448))))),
-        (f"The largest of E4M3 is 448, not 240: it has no infinity ({block})", scaled(lambda most: most / 240)),
-        ("The matrix came back transposed", got.shape[0] == got.shape[1] and _agrees(got, wanted.T)),
-        ("These are whole numbers up to 127, as in INT8; E4M3 has a mantissa and an exponent, and ends at 448",
-         scaled(lambda most: most / 127, torch.round)),
-        (f"The values are right and stand in other places: put each block back where it was ({block})",
-         _agrees(got.flatten().sort().values, wanted.flatten().sort().values)),
-        (lambda: f"A zero comes back as {got[x_MK == 0].abs().max():.3g}: a block of zeros stays one ({block})",
-         (got[x_MK == 0] != 0).any()),
-        (f"The largest value, {cut_off}: the scale of its block is too small, since its largest magnitude belongs on 448 "
-         f"({block})", got.flatten()[largest].abs() < 0.9 * x_MK.abs().max()),
-        (f"This is no mistake that the check knows. With {block}, {x_MK[row, column]:.6g} in row {row} and column {column} "
-         f"should come back as {wanted[row, column]:.6g}, and is {got[row, column]:.6g}: the scale is the largest magnitude of "
-         "the block over 448", True),
+        case,
+        ("The model was not called", not dtypes),
+        (f"The products ran in {ran}: run the model under autocast in float16, whose gradients the scaler is for", bool(other)),
+        ("The weights are no longer fp32: autocast casts at operators, and small updates need the bits",
+         any(each["kept"] != {torch.float32} or torch.equal(each["weights"], each["weights"].half().float()) for each in here)),
+        (f"Ranks decide for themselves, and took {steps[0]} and {steps[1]} steps: an infinity of one rank has to reach all "
+         "before the scaler looks, so average first and unscale then", steps[0] != steps[1]),
+        ("A gradient overflowed, and the step was taken: leave the infinity where it is, and let `scaler.step` decide",
+         overflow and steps[0]),
+        ("All gradients are finite, and the step was skipped: is an old infinity still in them? Clear them in every step",
+         not overflow and not steps[0]),
+        (f"The optimizer stepped {steps[0]} times: once a step, when all micro-batches have added their gradient", steps[0] > 1),
+    )  # fmt: skip
+    if not overflow:
+        for rank, each in enumerate(here):
+            _judge_gradient(each, rank, case, before)
+    refuse(
+        case,
+        (f"The scale went from {scale:g} to {first['became']:g}, and should be {wanted:g}: `update` once a step, also in a step "
+         "that was skipped", first["became"] != wanted),
+        ("The step was skipped, and the schedule moved: the learning rate counts steps that were taken",
+         overflow and first["counted"]),
+        (f"The schedule moved {first['counted']} times in a step that was taken", not overflow and first["counted"] != 1),
+        ("The weights of the two ranks differ", not torch.equal(first["weights"], here[1]["weights"])),
+        (lambda: f"Right, but not for the price: {first['sent']:,.0f} bytes a rank, and one average of all gradients takes "
+         f"{4 * first['weights'].numel():,}. Average once, in fp32, when the last micro-batch is done",
+         first["sent"] > 1.5 * 4 * first["weights"].numel()),
     )  # fmt: skip
 
 
-# --- scales of MX blocks --------------------------------------------------------------------------------------
+def _judge_gradient(step: dict, rank: int, case: str, before: list[Tensor] | None) -> None:
+    (given,), exact, scale = step["given"], step["exact"], step["scale"]
+    mean, own = exact.mean((0, 1)), exact[rank].mean(0)
+    refuse(case, ("A weight has no gradient when the optimizer steps", given.shape != mean.shape))
+    if _near(given, _clipped(mean)):
+        refuse(case, ("These are the gradients of fp32 to five digits: the products whose gradients the step uses must run in float16",
+                      (given - _clipped(mean)).norm() < 1e-5 * given.norm()))  # fmt: skip
+        return
+    recognize(
+        given,
+        case,
+        [
+            ("The gradients were clipped while they carried the scale, and came out far too small: unscale before you clip",
+             _clipped(scale * mean) / scale),
+            ("The gradients still carry the scale: nobody divided them", scale * mean),
+            ("The gradients still carry the scale, and were clipped with it: nobody divided them", _clipped(scale * mean)),
+            ("The gradients were divided by a scale that the loss was not multiplied by, or twice", _clipped(mean / scale)),
+            ("The norm is not clipped", mean),
+            ("The micro-batches are summed: their losses need the factor one over their number", _clipped(exact.mean(0).sum(0))),
+            ("The ranks are summed; replicas need their mean", _clipped(exact.mean(1).sum(0))),
+            ("Micro-batches and ranks are summed; the step needs the mean over all of them", _clipped(exact.sum((0, 1)))),
+            ("This rank used its own gradient: replicas average over ranks", _clipped(own)),
+            ("Each rank clipped its own gradient before the average: the norm is that of the average",
+             sum(_clipped(each) for each in exact.mean(1)) / _RANKS),
+            ("Each micro-batch was clipped by itself: clip the sum that the step uses",
+             torch.stack([_clipped(each) for each in exact.flatten(0, 1)]).mean(0)),
+            ("The last micro-batch alone is in there: the gradients were cleared between micro-batches",
+             _clipped(exact[:, -1].mean(0))),
+            ("The last micro-batch alone counts, divided by their number: the gradients were cleared in between",
+             _clipped(exact[:, -1].mean(0) / _MICRO_BATCHES)),
+            *([("The gradients of the step before are still in there: clear them", _clipped(mean + before[0] / scale))]
+              if before else []),
+        ],
+        _near,
+    )  # fmt: skip
+    off = (given - _clipped(mean)).norm() / _clipped(mean).norm()
+    raise Wrong(
+        f"The optimizer of rank {rank} was given another gradient than the clipped mean in fp32, by {off:.0%}, and fp16 explains "
+        f"less than one percent ({case})."
+    )
 
-_SCALING = {name: "mx32" if name == "rceil" else f"mx32-{name}" for name in MX_ROUNDINGS}
-#: What each of the blocks must show: the roundings that cut its largest value off.
-_CUT = {"floor": {"floor"}, "even": {"floor", "even"}, "none": set()}
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """Half an ulp of fp16 is 0.05 percent, a gradient passes few roundings, and a slip changes it by tenths."""
+    return bool((a - b).norm() <= 0.02 * b.norm())
+
+
+# --- a job that loses bits ------------------------------------------------------------------------------------
+
+WIDTH, TOKENS, BLOCKS, RATE = 16, 24, 3, 1e-3
+_PARTS = ("norm", "router", "up", "down")
+_PHASES = ("forward", "backward", "average", "update")
+
+
+def _fault(number: int) -> tuple[str, str, list[int]]:
+    """Return the phase of a job's fault, "" for none, the module that has it, and the ranks."""
+    dice = random.Random(f"bits {number}")
+    phase = ("", *_PHASES)[number % 5]
+    part = dice.choice({"forward": _PARTS[:2], "backward": _PARTS[2:]}.get(phase, _PARTS))
+    ranks = [0, 1] if phase == "average" or number // 5 % 2 else [dice.randrange(2)]
+    return phase, f"{dice.randrange(BLOCKS)}.{part}", ranks
+
+
+def _coarse(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return x.to(dtype).float()
+
+
+class _Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _coarse(gradient, torch.float16)
+
+
+class Part(Sealed, nn.Module):
+    """A weight, and what it does to its input."""
+
+    def __init__(self, weight: Tensor, does: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self._does = nn.Parameter(_coarse(weight)), does
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the part makes of its input."""
+        return self._does(x, self.weight)
+
+
+class GatedBlock(nn.Module):
+    """A norm, a router of two, and an MLP whose share the router decides."""
+
+    def __init__(self, exact: bool, narrow: str, coarse: str) -> None:
+        super().__init__()
+
+        def add(name: str, shape: tuple[int, ...], does: Callable[[Tensor, Tensor], Tensor]) -> None:
+            def passed(x: Tensor, weight: Tensor) -> Tensor:
+                y = does(x, _Narrow.apply(weight) if name == narrow else weight)
+                return _coarse(y) if name == coarse else y
+
+            start = torch.randn(shape) / WIDTH**0.5 if len(shape) > 1 else 1 + 0.1 * torch.randn(shape)
+            self.add_module(name, Part(start, passed))
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return x @ weight if exact else (x.bfloat16() @ weight.bfloat16()).float()
+
+        add("norm", (WIDTH,), lambda x, weight: functional.rms_norm(x, (WIDTH,), weight))
+        add("router", (WIDTH, 2), torch.matmul)
+        add("up", (WIDTH, 4 * WIDTH), product)
+        add("down", (4 * WIDTH, WIDTH), product)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the block adds."""
+        h = self.norm(x)
+        return x + self.router(h).softmax(-1)[:, :1] * self.down(torch.tanh(self.up(h)))
+
+
+class LowPrecisionJob(Sealed):
+    """A job on two ranks, one replica on each: `up` and `down` multiply in bf16, and all else is meant to be fp32.
+
+    A step is `loss`, backward, `average` and `update`, and the second and third of these wait for all ranks.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def model(self, exact: bool = False) -> nn.ModuleList:
+        """Return this rank's replica; an exact one is fp32 everywhere, and has no fault."""
+        torch.manual_seed(random.Random(f"weights {self._number}").randrange(2**32))
+        phase, module, ranks = _fault(self._number)
+        here = module if dist.get_rank() in ranks and not exact else ""
+
+        def of(i: int, of_phase: str) -> str:
+            return here.partition(".")[2] if phase == of_phase and here.startswith(f"{i}.") else ""
+
+        return nn.ModuleList(GatedBlock(exact, of(i, "backward"), of(i, "forward")) for i in range(BLOCKS))
+
+    def loss(self, model: nn.ModuleList, step: int = 0) -> Tensor:
+        """Return the loss of this rank's tokens, which are few of the 2**24 tokens of a step."""
+        dice = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        y = x = torch.randn(TOKENS, WIDTH, generator=dice)
+        for block in model:
+            y = block(y)
+        return (y - x.roll(1, -1).cumsum(-1).sin()).square().sum() / 2**24
+
+    def average(self, model: nn.ModuleList) -> None:
+        """Average the gradients over the ranks; both must be in the same job."""
+        dist.all_gather(jobs := [torch.zeros(1).long() for _ in range(2)], torch.tensor([self._number]))
+        refuse("", ("One rank averages, and the other has returned and is in the next job: go through all phases on every rank, "
+                    "and return then", jobs[0] != jobs[1]))  # fmt: skip
+        phase, module, _ = _fault(self._number)
+        for name, parameter in model.named_parameters():
+            narrow = (phase, f"{module}.weight") == ("average", name)
+            total = parameter.grad.bfloat16() if narrow else parameter.grad
+            dist.all_reduce(total)
+            parameter.grad = total.float() / dist.get_world_size()
+
+    def update(self, model: nn.ModuleList) -> None:
+        """Move each weight by RATE times its gradient, over the gradients' root mean square; clear the gradients."""
+        phase, module, ranks = _fault(self._number)
+        for name, parameter in model.named_parameters():
+            moved = parameter.data - RATE * parameter.grad / parameter.grad.square().mean().sqrt()
+            absorbs = phase == "update" and dist.get_rank() in ranks and name == f"{module}.weight"
+            parameter.data, parameter.grad = _coarse(moved) if absorbs else moved, None
+
+    def train(self, steps: int, exact: bool = False) -> float:
+        """Train; return the loss of a token in the last step, the mean over ranks."""
+        model = self.model(exact)
+        for step in range(steps):
+            loss = self.loss(model, step)
+            loss.backward()
+            self.average(model)
+            self.update(model)
+        dist.all_reduce(last := loss.detach())
+        return last.item() * 2**24 / TOKENS / dist.get_world_size()
+
+
+def _read_loss(got: Any) -> tuple[str, str] | None:
+    if got is None:
+        return None
+    told = (
+        'Return None where this rank is well, or the name of the module, as "0.norm", and one of '
+        + ", ".join(_PHASES)
+        + "."
+    )
+    module, phase = pair(got, told, "module", "phase")
+    if str(phase) not in _PHASES:
+        raise Wrong(told)
+    return str(module).removesuffix(".weight"), str(phase)
+
+
+_OVERLOOKED = {
+    "forward": "a value that is meant to be fp32 comes out of a module with the bits of bf16, whatever its dtype says",
+    "backward": "a gradient has zeros that the exact model's has not, before anything is averaged",
+    "average": "an average over ranks has fewer bits than the mean of what went in",
+    "update": "a weight lands where bf16 has a number, so that small updates do not move it; both ranks may do so and agree",
+}
 
 
 @check(
-    idea="A power of two brings the largest of a block near the top of E4M3, and the top is 1.75 of a power of two, not 2.",
-    section="MXFP8: a power of two for 32 values",
-    line="Between 448 and 496 times a power of two both floor and even cut, from 496 to 512 floor alone; below 448 none does.",
+    idea="Bits are lost at one place, and the dtype behind it does not tell: a tensor that went through bf16 has sixteen zeros at the "
+    "end of each value.",
+    section="reduce_dtype: sums over ranks in bf16",
+    line="Run all four phases on every rank; after each ask which tensors stay the same when they are cast to bf16 and back, or to "
+    "fp16 for gradients before the average, leave out what is meant to be bf16, and return the first.",
+    kind="fault",
 )
-def mx_blocks(answer: Callable[[], Mapping[str, Any]]) -> str:
-    """Judge `mx_blocks()`: a block that floor alone cuts, one that even cuts too, one where ceil wastes a power of two."""
-    got = by_name(answer(), *_CUT)
-    for name, wanted in _CUT.items():
-        block = torch.as_tensor(numbers(got[name], f"The block {name!r}"), dtype=torch.float32)
-        refuse(
-            f"block {name!r}",
-            (f"A block of MXFP8 has 32 values, not {tuple(block.shape)}", block.shape != (32,)),
-            ("There are infinite values or NaN: nothing was cut off that was there", not block.isfinite().all()),
-            ("A block of zeros has no largest value", not block.any()),
-        )
-        scale = {rounding: quantize(block[None], scaling).scale_RC.item() for rounding, scaling in _SCALING.items()}
-        largest = block.abs().max().item()
-        cut = {rounding for rounding, each in scale.items() if largest > 448 * each}
-        lands = largest / scale["floor"]
-        refuse(
-            f"block {name!r}, largest value {largest:g}",
-            (f"Rounded down the scale is {scale['floor']:g}, and the largest value lands on {lands:g}: E4M3 has 448, so it is "
-             "not cut off", "floor" in wanted - cut),
-            (f"Rounded to even the scale is {scale['even']:g} as well: {lands:g} is below 496, where even goes up, and above "
-             "448", name == "floor" and "even" in cut),
-            (f"{lands:g} is so near to 512 that even rounds it up, and nothing is cut; find one that it does cut",
-             name == "even" and "even" not in cut),
-            (f"Rounded down, {lands:g} is above 448 and is cut off", name == "none" and bool(cut)),
-            (f"ceil and rceil have the same scale here, {scale['ceil']:g}: the largest value lands on a power of two, and ceil "
-             "wastes nothing", name == "none" and scale["ceil"] == scale["rceil"]),
-        )  # fmt: skip
-    return "One largest value for each rounding; rceil cuts none, and wastes nothing that it can keep."
+def lost_bits(answer: Callable[[LowPrecisionJob], Any], seed: int = 88) -> str:
+    """Judge `lost_bits(job)`, which both ranks call for nine jobs, one of them healthy."""
+    dice = random.Random(seed)
+    drawn = [5 * (2 * dice.randrange(100) + on_all) + kind for kind in range(1, 5) for on_all in (0, 1)]
+    drawn.append(5 * dice.randrange(100))
+    dice.shuffle(drawn)
+    asked = ask_ranks(answer, 2, drawn, f"{__name__}._fault", make=LowPrecisionJob)
+    for number, said in zip(drawn, asked, strict=True):
+        phase, module, ranks = _fault(number)
+        for rank, found in enumerate(map(_read_loss, said)):
+            _judge_loss(found, rank, phase, module, ranks if phase else [])
+    return (
+        f"{len(drawn)} jobs: a norm or a router in bf16, as in many a MoE model's router; a module in fp16 without a scale, as a "
+        "checkpoint's dtype leaves it; gradients summed in bf16, which trained well on 96 GPUs and not on 384; weights that an "
+        "optimizer in bf16 rounds."
+    )
+
+
+def _judge_loss(found: tuple[str, str] | None, rank: int, phase: str, module: str, ranks: list[int]) -> None:
+    if found is None:
+        refuse("", (f"You find nothing on a rank that loses bits: {_OVERLOOKED.get(phase)}", rank in ranks))
+        return
+    name, theirs = found
+    refuse(
+        "",
+        (f"You accuse {name} of a job that is healthy: products of `up` and `down` are meant to be bf16, and so are their weights' "
+         "gradients until they are averaged", not phase),
+        (f"Rank {rank} is healthy, and you accuse its {name}; the other rank is not: look at what a rank has of its own, and expect "
+         "noise in all that comes through `up` and `down`",
+         rank not in ranks),
+        (f"The bits are lost in {phase}, and you say {theirs}: what was lost stays lost in what follows, and what is meant to be "
+         "bf16 has lost nothing", theirs != phase),
+        (f"The phase is right, and the module is not {name}", name != module),
+    )  # fmt: skip
 
 
 # --- a recipe -------------------------------------------------------------------------------------------------
@@ -550,14 +560,18 @@ def _layers(seed: int) -> _Layers:
         x, w, g = (torch.randn(shape, generator=generator) for shape in shapes)
         return x, 0.05 * w, 1e-6 * g
 
-    found = {
-        name: layer() for name in ("plain", "one large token", "tokens of all sizes", "outputs of all sizes", "inputs")
-    }
-    mixed = 10.0 ** (-6 * torch.randperm(96, generator=generator) / 95)
+    names = ("plain", "one large token", "tokens of all sizes", "outputs of all sizes", "inputs", "outputs", "idle tokens")  # fmt: skip
+    found = {name: layer() for name in names}
+    mixed = 10.0 ** (-7.5 * torch.randperm(96, generator=generator) / 95)
     found["one large token"][0][5] *= 3e5  # takes the scale of the tensor: the others vanish in forward
+    found["one large token"][2][::4] *= 1e-9  # vanish in g w beside the large ones of other tokens
     found["tokens of all sizes"][2].mul_(10.0 ** torch.linspace(0, -5.6, 128)[:, None])  # so do small gradients in g w
     found["outputs of all sizes"][2].mul_(mixed)  # and these in gᵀ x, or next to large ones
-    found["inputs"][1].mul_(10.0 ** torch.linspace(0, -4, 64)[None])  # weights that wᵀ has in rows
+    # Every eighth term of a sum has a large factor and a tiny one: it adds next to nothing, and takes the scale of the others.
+    (x, w, _), (_, v, g), (y, _, h) = found["inputs"], found["outputs"], found["idle tokens"]
+    w[:, ::8], x[:, ::8] = 1e6 * w[:, ::8], 1e-9 * x[:, ::8]  # in x wᵀ
+    v[::8], g[:, ::8] = 1e6 * v[::8], 1e-9 * g[:, ::8]  # in g w
+    y[::8], h[::8] = 1e6 * y[::8], 1e-9 * h[::8]  # in gᵀ x
     return found
 
 
@@ -591,7 +605,7 @@ _JOBS = (
 
 @check(
     idea="A layer has three matmuls, and each sums over another dim: a format serves the layer if it serves the worst of them.",
-    section="MXFP8 and NVFP4: scales inside the format",
+    section="Scale granularity: tensor, row, block",
     line="For x w-transposed, g w and g-transposed x, quantize both factors with rows along the summed dim, and take the largest "
     "of the three errors.",
 )
@@ -620,6 +634,7 @@ def block_recipe(answer: Callable[..., Any], seed: int = 8080) -> str:
              and close(kept, sum(x.numel() * {"bf16": 2, "nvfp4": 0.5}.get(right[n], 1) for n, (x, *_) in layers.items()))),
             (f"All inputs together take {truth:,.0f} bytes as they are kept, not {kept:,.0f}", not close(kept, truth)),
         )  # fmt: skip
+    _refuse_asking(answer)
     return f"{count} layers on {len(_JOBS)} GPUs: what the hardware has, and the worst of three matmuls."
 
 
@@ -655,7 +670,8 @@ def _explain_recipe(
         ("Each matrix is quantized once, along its rows: a matmul that sums over the other dim needs its factors quantized along "
          "that one", with_(along_rows)),
         ("Those are errors of single matrices; a product of two has another", with_(of_factors)),
-        ("g w is left out, or the mean of three errors hides the worst: one matmul that fails spoils the step",
+        ("g w is left out, or quantizes w along its inputs, or the mean of three errors hides the worst: one matmul that fails spoils "
+         "the step",
          with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
         (f"{got} has an error of {shown.get(got)}, and {limit:g} is allowed; {right} is right", got in worst and worst[got][0] > limit),
         (f"{right} is within the limit, with {shown.get(right)}, and has fewer bits than {got}", True),

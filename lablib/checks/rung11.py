@@ -1,8 +1,9 @@
-"""The checks of rung 11: the order of samples, how often to save, the noise scale, the failure zoo, MFU, and scaling.
+"""The checks of rung 11: a program that survives, runs with a fault, MFU, and scaling.
 
-`diagnose` leaves healthy twins alone. `observe_scaling` is the Done-when of the rung: say what a run on several ranks
-gained, what it lost, and to what. It begins with timelines whose answer is known; then comes the learner's report of a
-real model on GPUs or, where there is none, a small job on CPU ranks.
+`keep_training` is killed and started again, on other numbers of ranks. `diagnose` is given runs with a fault that nobody
+announced. `observe_scaling` is the Done-when of the rung: say what a run on several ranks gained, what it lost, and to
+what. It begins with timelines whose answer is known; then comes the learner's report of a real model on GPUs or, where
+there is none, a small job on CPU ranks.
 """
 
 from __future__ import annotations
@@ -10,22 +11,41 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NoReturn
 
-from lablib.calc.runs import ScalingLoss, lost_time, scaling_loss
-from lablib.calc.runs import noise_scale as solve
-from lablib.checks.judging import Order, Wrong, by_name, check, close, epoch_orders, numbers, recognize, refuse, whole
-from lablib.launch.failure_zoo import FAULTS, HEALTHY, Setting, Symptoms, run_programs
-from lablib.launch.ranks import run_ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import fully_shard
+
+from lablib.calc.runs import ScalingLoss, scaling_loss
+from lablib.checks.judging import (
+    Sealed,
+    Wrong,
+    ask_ranks,
+    by_name,
+    check,
+    close,
+    numbers,
+    on_ranks,
+    recognize,
+    refuse,
+    whole,
+)
+from lablib.launch.ranks import from_rank_0, rank_mesh, readable, run_ranks
 from lablib.launch.runs import describe_machine, gpu_report, read_run, scaling_records
 from lablib.launch.training import TrainConfig, Trainer
 
-__all__ = ["audit_mfu", "checkpoint_every", "diagnose", "next_samples", "noise_scale", "observe_scaling"]
+__all__ = ["Task", "TrainingRun", "audit_mfu", "diagnose", "keep_training", "observe_scaling"]
 
 
 def _float(value: Any) -> float:
@@ -33,310 +53,406 @@ def _float(value: Any) -> float:
     return float(value.item() if hasattr(value, "item") else value)
 
 
-# --- which samples a rank trains on -------------------------------------------------------------------------
+def _is_written(answer: Callable[..., Any], *case: Any) -> None:
+    """Raise NotImplementedError for a stub before any rank is started; what else happens here says nothing."""
+    try:
+        answer(*case)
+    except NotImplementedError:
+        raise
+    except Exception:
+        pass
 
 
-@check(
-    idea="Think of one endless list of samples, epoch after epoch, in which `taken` says how far all ranks have come.",
-    section="The trainer: a fixed global batch, and an order of data that ignores ranks",
-    line="Write down the next `batch` places of the endless order, whose epoch and position follow from the place, and "
-    "take every `ranks`-th of them.",
-)
-def next_samples(answer: Callable[..., list[int]], seed: int = 11) -> str:
-    """Judge `next_samples(epoch_order, count, taken, batch, rank, ranks)` over runs whose number of ranks changes."""
-    dice = random.Random(seed)
-    runs = 0
-    for count, batch in [(12, 4), (10, 4), (7, 6), *((dice.randint(5, 40), 12) for _ in range(12))]:
-        order = epoch_orders(dice, count)
-        taken = 0
-        for step in range(2 * count // batch + 2):
-            ranks = dice.choice([n for n in (1, 2, 3, 4, 6) if batch % n == 0])
-            _judge_step(answer, order, count, taken, batch, ranks, step)
-            taken += batch
-        runs += 1
-    return f"{runs} runs that changed their number of ranks at every step."
+# --- a run that is killed -----------------------------------------------------------------------------------
+
+LR, _FEATURES, _BLOCKS = 0.02, 16, 3
+#: Of a loss in float64: sums in another order move it by 1e-14 in a dozen steps, every planted mistake by 1e-6 or more.
+_SAME = 1e-9
+_PATIENCE = 40.0  # seconds: it takes four where nothing else runs
 
 
-def _judge_step(
-    answer: Callable[..., list[int]], order: Order, count: int, taken: int, batch: int, ranks: int, step: int
-) -> None:
-    case = f"count={count}, taken={taken}, batch={batch}, {ranks} ranks"
-    of_order = functools.partial(answer, order)  # so that `ask` shows the numbers of a case, and no function
-    got = []
-    for rank in range(ranks):
-        share = numbers(of_order(count, taken, batch, rank, ranks), f"What rank {rank} takes")
-        got.append([whole(sample, f"A sample of rank {rank}") for sample in share])
-    places = [divmod(place, count) for place in range(taken, taken + batch)]
-    right = [order(epoch)[position] for epoch, position in places]
-    together = sorted(sample for share in got for sample in share)
-    if together != sorted(right):
-        _explain_samples(got, together, right, order, count, taken, batch, case)
-    sizes = {len(share) for share in got}
-    refuse(case, (f"Every rank takes {batch // ranks} of the {batch} samples, and these take {sorted(sizes)}: a rank with fewer "
-                  "waits in a collective that the others never call", sizes != {batch // ranks}))  # fmt: skip
+class Killed(BaseException):
+    """Ends a rank in the middle of a run, as signal 9 does: no `except Exception` holds it up."""
 
 
-def _explain_samples(
-    got: list[list[int]],
-    together: list[int],
-    right: list[int],
-    order: Order,
-    count: int,
-    taken: int,
-    batch: int,
-    case: str,
-) -> NoReturn:
-    epoch, position = divmod(taken, count)
-    over, shares = position + batch > count, [sorted(share) for share in got]
-    refuse(
-        case,
-        ("Every rank takes the whole batch: they would compute the same gradient",
-         len(got) > 1 and all(share == sorted(right) for share in shares)),
-        ("Every rank takes the same samples, whatever `rank` is",
-         len(got) > 1 and all(share == shares[0] for share in shares)),
-        ("Every epoch has the order of the first; ask epoch_order for each of them",
-         epoch and together == sorted((order(0) * (epoch + 2))[taken : taken + batch])),
-        ("The run begins again at its first sample: what was taken before does not count",
-         taken and together == sorted(order(p // count)[p % count] for p in range(batch))),
-        ("A batch that reaches the end of an epoch goes on in the next one: epochs follow each other without a gap",
-         len(together) < batch and over),
-        ("At the end of an epoch the batch goes on in the next epoch's order, from its beginning", over),
-        (f"Together the ranks must take samples {sorted(right)}, the next {batch} of the order, and take {together}: the place "
-         "in the order is `taken`, of all ranks together, and knows nothing of who took them", True),
-    )  # fmt: skip
+class _Residual(nn.Module):
+    """One block: two layers, dropout between them, and the stream."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_FEATURES, 2 * _FEATURES), nn.Linear(2 * _FEATURES, _FEATURES)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream and what the block adds."""
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
 
 
-# --- how often to save --------------------------------------------------------------------------------------
+class Task:
+    """What a run trains on and for how long, the same on every rank.
 
-#: An answer may lose this much more time than the best one: Young's interval and Daly's both do less.
-_SLACK = 1.02
+    Attributes:
+        steps: Optimizer steps of the whole run.
+        save_every: Steps between checkpoints.
+        batch: Samples of a step, all ranks together.
+        count: Samples of an epoch.
+    """
 
+    batch = 12
 
-@check(
-    idea="Saving often costs the time of saving, saving seldom the work since the last checkpoint; at the best interval "
-    "the two are equal.",
-    section="Young's rule: how often to save",
-    line="Turn the failures of one GPU into seconds between failures of the job, take the square root of twice that times "
-    "the cost of a checkpoint, and divide by a step's seconds, rounding to at least one step.",
-)
-def checkpoint_every(answer: Callable[..., int], seed: int = 1974) -> str:
-    """Judge `checkpoint_every(step_seconds, save_seconds, gpu_hours_between_failures, gpus)` by the time it loses."""
-    dice = random.Random(seed)
-    cases = [(1.0, 2.0, 10_000 / 3600, 1), (10.0, 60.0, 50_000.0, 16_384), (1000.0, 2.0, 40_000.0, 1024)]
-    for _ in range(40):
-        gpus = 2 ** dice.randint(0, 14)
-        save = dice.uniform(1, 60)
-        # The job runs 100 to 10,000 times as long between failures as it saves.
-        hours = save * 10 ** dice.uniform(2, 4) * gpus / 3600
-        # A search that tries every number of steps up to a failure comes to its end, too.
-        step = max(dice.uniform(0.2, 20), 3600 * hours / gpus / 20_000)
-        cases.append((step, save, hours, gpus))
-    for case in cases:
-        step, save, hours, gpus = case
-        returned = answer(*case)
-        told = f"step {step:.3g} s, save {save:.3g} s, {hours:.3g} GPU-hours between failures, {gpus:,} GPUs"
-        steps = whole(returned, f"The number of steps between checkpoints ({told})")
-        if steps < 1:
-            raise Wrong(f"Save after one step at the earliest, not after {steps} ({told}).")
-        mtbf = 3600 * hours / gpus
-        best, least = _best_steps(step, save, mtbf)
-        if _lost(steps, step, save, mtbf) > _SLACK * least:
-            _explain_interval(steps, best, case, told)
-    return f"{len(cases)} jobs, none of which loses more than {_SLACK - 1:.0%} over its least."
+    def __init__(self, seed: int, steps: int, save_every: int, count: int, dropout: float = 0.0) -> None:
+        self.seed, self.steps, self.save_every, self.count, self.dropout = seed, steps, save_every, count, dropout
+        self.losses: dict[int, float] = {}
+        self.killed_after = 0  # this step, if any
+        self.read = 0  # samples since the last step
 
+    def model(self) -> nn.Sequential:
+        """Return the whole model in float64, on every rank with the same first weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return nn.Sequential(*(_Residual(self.dropout) for _ in range(_BLOCKS))).double()
 
-def _lost(steps: int, step: float, save: float, mtbf: float) -> float:
-    # Beyond 50 failures an interval never ends; any large number says so.
-    return lost_time(steps * step, cost=save, mtbf=mtbf).lost if steps * step < 50 * mtbf else 1e9
+    def order(self, epoch: int) -> list[int]:
+        """Return the samples of an epoch in the order in which they are to be taken."""
+        return random.Random(f"{self.seed} {epoch}").sample(range(self.count), self.count)
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1: a warm-up of four steps, then a decay."""
+        return LR * min(step / 4, (4 / step) ** 0.5)
 
-def _best_steps(step: float, save: float, mtbf: float) -> tuple[int, float]:
-    """Return the best number of steps and its loss; one bowl, so the neighbours of Young's interval suffice."""
-    guess = max(1, int((2 * save * mtbf) ** 0.5 / step))
-    tried = {k: _lost(k, step, save, mtbf) for k in range(max(1, guess // 2), 2 * guess + 2)} if guess < 50 else {
-        k: _lost(k, step, save, mtbf) for k in range(int(0.7 * guess), int(1.3 * guess), max(1, guess // 200))
-    }  # fmt: skip
-    best = min(tried, key=tried.__getitem__)
-    return best, tried[best]
+    def loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
+        """Return the mean loss of some samples."""
+        self.read += len(samples)
+        drawn = [torch.Generator().manual_seed(1000 * self.seed + int(sample)) for sample in samples]
+        x = torch.stack([torch.randn(_FEATURES, generator=one, dtype=torch.float64) for one in drawn])
+        return (model(x) - x.cumsum(-1).sin()).square().mean()
+
+    def log(self, step: int, loss: Tensor | float) -> None:
+        """Note the loss of this rank's samples in a step, counted from 1, once the step is taken."""
+        self.losses[whole(step, "The step")] = float(loss)
+        share, self.read, read = self.batch // dist.get_world_size(), 0, self.read
+        if read != share:
+            raise Wrong(
+                f"A step has {self.batch} samples, {share} for each rank, and a rank computes the loss of {read}."
+            )
+        if step == self.killed_after:
+            raise Killed
 
 
-def _explain_interval(steps: int, best: int, case: tuple[float, float, float, int], told: str) -> NoReturn:
-    step, save, hours, gpus = case
-    mtbf, one_gpu = 3600 * hours / gpus, 3600 * hours
+def _started(
+    answer: Callable[[Task, str], Any], task: Task, folder: str, killed_after: int = 0, broken: bool = False
+) -> dict[int, float]:
+    """Start the learner's program as a new process would, and return the losses that it logs until its end.
 
-    def near(seconds: float) -> bool:
-        return abs(steps - seconds / step) <= 0.02 * seconds / step + 1
-
-    def young(between: float) -> bool:
-        return near((2 * save * between) ** 0.5)
-
-    refuse(
-        told,
-        (f"Any of the {gpus:,} GPUs stops the job, which fails so many times as often", gpus > 1 and young(one_gpu)),
-        (f"More GPUs fail more often: the job's time between failures is that of one GPU divided by {gpus:,}, not multiplied",
-         gpus > 1 and young(one_gpu * gpus)),
-        ("The time between failures is in hours, all else in seconds", young(hours / gpus) or young(60 * hours / gpus)),
-        ("The interval is the square root of that: seconds times seconds are no seconds", near(2 * save * mtbf)),
-        (f"That is seconds, and the answer is in steps of {step:.3g} s",
-         step != 1 and near((2 * save * mtbf) ** 0.5 * step)),
-        ("A failure destroys half an interval on average, not a whole one: that is where the 2 comes from", young(mtbf / 2)),
-        (f"Saving {'every step' if steps == 1 else f'every {steps:,} steps'} loses more time than every {best:,}: weigh the "
-         "seconds of saving in each interval against half an interval of work per failure", True),
-    )  # fmt: skip
+    Args:
+        broken: Whether a checkpoint that cannot be written, or was not, may end it.
+    """
+    task = copy.copy(task)
+    task.losses, task.killed_after, task.read = {}, killed_after, 0
+    torch.manual_seed(task.seed + dist.get_rank())
+    try:
+        answer(task, folder)
+    except Killed:
+        pass
+    except CheckpointException as error:
+        if not broken:
+            raise Wrong(f"A checkpoint stopped it. {readable(error)}") from None
+    losses = torch.tensor([task.losses.get(step, -1.0) for step in range(1, task.steps + 1)], dtype=torch.float64)
+    dist.all_reduce(losses)
+    return {step: loss.item() / dist.get_world_size() for step, loss in enumerate(losses, 1) if step in task.losses}
 
 
-# --- the gradient noise scale -------------------------------------------------------------------------------
-
-_NOISE_KEYS = ("signal", "noise", "examples")
-
-
-@check(
-    idea="Each squared norm is the signal plus the noise over the batch size: two batch sizes are two equations.",
-    section="When the global batch grows: the gradient noise scale",
-    line="Take the mean of each series first, solve the two equations for signal and noise, and divide last.",
-)
-def noise_scale(answer: Callable[..., dict[str, float]], seed: int = 1812) -> str:
-    """Judge `noise_scale(small, big, batch_small, batch_big)` by hand, then on random series of norms."""
-    dice = random.Random(seed)
-    cases: list[tuple[list[float], list[float], int, int]] = [([9, 5, 5, 1], [9, 4, 4, 1], 1, 2)]
-    for _ in range(30):
-        b, times, steps = dice.randint(1, 16), dice.randint(2, 8), dice.randint(2, 40)
-        signal, noise = dice.uniform(1, 4), dice.uniform(1, 60)
-        # Norms scatter by up to 20 percent, and signal stays positive: at most noise/b of the small norm is noise.
-        small = [(signal + noise / b) * dice.uniform(0.98, 1.02) for _ in range(steps)]
-        big = [(signal + noise / b / times) * dice.uniform(0.98, 1.02) for _ in range(steps)]
-        if solve(small, big, batch_small=b, batch_big=b * times).signal > 0.1:
-            cases.append((small, big, b, b * times))
-    for case in cases:
-        got = by_name(answer(list(case[0]), list(case[1]), *case[2:]), *_NOISE_KEYS)
-        truth = solve(case[0], case[1], batch_small=case[2], batch_big=case[3])
-        right = {"signal": truth.signal, "noise": truth.noise, "examples": truth.examples}
-        off = _rounding(*case)
-        wrong = [key for key in _NOISE_KEYS if not close(got[key], right[key], rel=off[key] / abs(right[key]))]
-        if wrong:
-            _explain_noise({key: _float(got[key]) for key in _NOISE_KEYS}, right, *case)
-    return f"{len(cases)} series of norms, solved for signal and noise."
+def _largest_file(folder: str) -> int:
+    return max((path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()), default=0)
 
 
-def _rounding(small: Sequence[float], big: Sequence[float], batch_small: int, batch_big: int) -> dict[str, float]:
-    """Return how far 32-bit floats may be off: a mean by 1e-6 of itself, and the differences of two by more."""
-    mean = 1e-6 * fmean(small)
-    signal = mean * (batch_big + batch_small) / (batch_big - batch_small)
-    noise = 2 * mean / (1 / batch_small - 1 / batch_big)
-    truth = solve(small, big, batch_small=batch_small, batch_big=batch_big)
-    return {"signal": signal, "noise": noise, "examples": noise / truth.signal + truth.examples * signal / truth.signal}
+def _fresh(top: str, of: str = "") -> str:
+    """Return a new folder, the same on every rank, with what another one holds: a machine that is slow asks again."""
+    folder = from_rank_0(tempfile.mkdtemp(dir=top))
+    if of and dist.get_rank() == 0:
+        shutil.copytree(of, folder, dirs_exist_ok=True)
+    dist.barrier()
+    return folder
 
 
-def _squares(norms: Sequence[float]) -> list[float]:
-    return [norm * norm for norm in norms]
+def _before_the_accidents(answer: Callable, noisy: Task, plain: Task, kill: int, bad: int, top: str) -> dict:
+    """On one rank of two: an undisturbed run; two that are killed and go on; one in which rank 1 cannot write save `bad`."""
+    top = _fresh(top)
+    found: dict[str, Any] = {"calm": _started(answer, noisy, f"{top}/calm")}
+    for name, task in (("plain", plain), ("noisy", noisy)):
+        found[name] = [_started(answer, task, f"{top}/{name}", stop) for stop in (kill, 0)]
+    found["saved"], write = 0, FileSystemWriter.write_data
 
+    def full(writer: FileSystemWriter, *args: Any) -> Any:
+        found["saved"] += 1
+        if found["saved"] == bad and dist.get_rank() == 1:
+            raise OSError("No space left on device")
+        return write(writer, *args)
 
-def _explain_noise(
-    got: dict[str, float], right: dict[str, float], small: Sequence[float], big: Sequence[float], b: int, times_b: int
-) -> NoReturn:
-    sizes = {"batch_small": b, "batch_big": times_b}
-    each = [solve([one], [other], **sizes) for one, other in zip(small, big, strict=True)]
-    off = _rounding(small, big, b, times_b)
-    near = {key: close(got[key], right[key], rel=off[key] / abs(right[key])) for key in _NOISE_KEYS}
-    both = near["signal"] and near["noise"]
-
-    def signal(small: Sequence[float], big: Sequence[float]) -> bool:
-        return close(got["signal"], solve(small, big, **sizes).signal)
-
-    refuse(
-        f"batches {b} and {times_b}, {len(small)} steps",
-        ("A mean of ratios is not the ratio of the means, and is wrong on average: divide last",
-         both and all(one.signal for one in each)
-         and close(got["examples"], fmean(one.noise / one.signal for one in each if one.signal))),
-        ("The noise scale is not signal over noise", both and close(got["examples"] * got["noise"], got["signal"])),
-        ("The noise scale is noise over signal, both as you returned them", both),
-        ("The numbers are squared norms already: do not square them again", signal(_squares(small), _squares(big))),
-        ("The big batch's squared norm still has noise in it, tr(Σ)/B", close(got["signal"], fmean(big))),
-        ("The difference of the two is tr(Σ) times (1/b - 1/B)", close(got["noise"], fmean(small) - fmean(big))),
-        ("One step says next to nothing: take the mean over all steps first", signal(small[:1], big[:1])),
-        ("The equations hold for means, and not for medians", signal([median(small)], [median(big)])),
-        ("Solve |G_b|² = |G|² + tr(Σ)/b and |G_B|² = |G|² + tr(Σ)/B, with the means over all steps: signal is "
-         f"{right['signal']:.4g} and noise {right['noise']:.4g}", True),
-    )  # fmt: skip
-
-
-# --- the failure zoo ----------------------------------------------------------------------------------------
-
-#: What tells a fault from the others.
-_LOOK = {
-    "forgotten zero_grad": "the gradient norm of the first step is as expected, and later ones hold all before them",
-    "skipped batch": "a rank ends one collective early, and a number is missing among its batches",
-    "wrong-dtype reduction": "the reduced vector has fewer bytes than 4 for each parameter",
-    "mismatched collectives": "the ranks wait in two different operations, as the same entry of their calls",
-    "slow rank": "one rank does several times the FLOPs of the other in every step; all else is as expected",
-    "accumulation that communicates": "there are more all-reduces than steps, and the losses are as expected",
-    "uneven data": "a rank ends one collective early, and no number is missing among its batches",
-    "unsharded parameter": "each rank keeps far more than its half of the bytes",
-    "equal seeds": "the two halves of one model were drawn with the same norm, to the last digit",
-    "data seen again": "a rank trains on the same batch numbers twice",
-    "silent data corruption": "the ranks should hold copies, and their digests part in mid-run; losses hardly move",
-    "straggler that comes and goes": "in some steps one rank does several times the FLOPs of the other, each in its turn, "
-    "so that their means over the steps are alike",
-    HEALTHY: "nothing differs from what is expected but rounding",
-}
-
-
-def cases() -> list[tuple[str, bool, Setting]]:
-    """Return every program and every twin, each with a seed, a size and a culprit of its own."""
-    found = []
-    for i, (program, healthy) in enumerate((p, h) for p in FAULTS for h in (False, True)):
-        micro = 2 + i % 2 if program == "F" else 1
-        culprit = (i // 2) % 2
-        found.append((program, healthy, Setting(4 + i % 3, micro, 6 + 2 * (i % 4), culprit, seed=i)))
+    FileSystemWriter.write_data, found["full"] = full, f"{top}/full"
+    try:
+        with suppress(Exception):  # what an answer makes of the one that PyTorch raises
+            _started(answer, plain, f"{top}/full", plain.save_every * bad + 1, broken=True)
+    finally:
+        FileSystemWriter.write_data = write
     return found
 
 
-@functools.cache
-def _seen() -> list[tuple[str, Symptoms]]:
-    work = cases()
-    truths = [HEALTHY if healthy else FAULTS[program] for program, healthy, _ in work]
-    return list(zip(truths, run_programs(work), strict=True))
+def _go_on(answer: Callable, task: Task, of: str) -> dict[int, float]:
+    return _started(answer, task, _fresh(str(Path(of).parent), of), broken=True)
 
 
-def _made_up() -> Symptoms:
-    """Symptoms of a healthy job that never ran: whether there is an answer at all is asked before any job is started."""
-    series = [[1.0] * 4] * 2
-    return Symptoms(
-        parameters=178, layout="copies", micro_batches=1, expected={"losses": [1.0] * 4, "norms": [1.0] * 4},
-        batches=[[0, 2, 4, 6], [1, 3, 5, 7]], losses=series, norms=series, flops=[[4272] * 4] * 2,
-        digests=[["8006a183", "f73095df", "62f2faeb", "91c6ed2c"]] * 2,
-        calls=[[("all_reduce", 712)] * 4] * 2, weight_norms=[2.0, 2.0], state_bytes=[None, None],
-        ended=["returned", "returned"],
-    )  # fmt: skip
+def _alone(task: Task) -> tuple[dict[int, float], list[nn.Module]]:
+    """Return the losses of a run without dropout in one process, and its models before each step."""
+    model, order = task.model(), [sample for epoch in range(task.steps) for sample in task.order(epoch)]
+    optimizer, losses, models = torch.optim.AdamW(model.parameters()), {}, []
+    for step in range(1, task.steps + 1):
+        models.append(copy.deepcopy(model))
+        optimizer.param_groups[0]["lr"] = task.rate(step)
+        optimizer.zero_grad()
+        loss = task.loss(model, order[(step - 1) * task.batch : step * task.batch])
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    return losses, models
+
+
+def _off(losses: Mapping[int, float], right: Mapping[int, float]) -> int | None:
+    """Return the first step whose loss is another one."""
+    return next((step for step in losses if not abs(losses[step] - right[step]) < _SAME * right[step]), None)
 
 
 @check(
-    idea="First ask whether the job hangs, then whether its first steps agree with one process, and then count.",
-    section="The failure zoo: faults and their symptoms",
-    line="For each fault test the one symptom that its healthy twin does not show, the hangs first; compare ranks step by "
-    "step, and allow for rounding wherever you compare losses or norms.",
+    idea="A step depends on weights, moments, learning rate, place in the data and random state; a program that starts again "
+    "has what it finds on disk, and a save may be cut short.",
+    section="What a restart does: torchrun starts processes, your checkpoint restores them",
+    line="Save each step to a folder of its own, and load the newest that has `.metadata`: the state dicts of model and "
+    "optimizer, the step, from which place and rate follow, and under a name of its own the random state of each rank.",
+    kind="work",
 )
-def diagnose(answer: Callable[[Symptoms], str]) -> str:
-    """Judge `diagnose(symptoms)`: a name out of `FAULTS`, or "healthy", for each program and each healthy twin."""
-    try:
-        answer(_made_up())
-    except (NotImplementedError, Wrong):
-        raise
-    except Exception:
-        pass  # the jobs below show it where they, too, have what it stumbles over
-    names = {*FAULTS.values(), HEALTHY}
-    for truth, symptoms in _seen():
-        said = str(answer(copy.deepcopy(symptoms)))
-        if said == truth:
-            continue
-        print(symptoms)
+def keep_training(answer: Callable[[Task, str], Any], seed: int = 26) -> str:
+    """Judge `keep_training(task, folder)` by the losses of runs that are killed, and go on with other numbers of ranks."""
+    _is_written(answer, None, "")
+    dice = random.Random(seed)
+    every, count = dice.choice((3, 4)), dice.choice((30, 40, 45))
+    noisy, plain = (Task(seed, 4 * every, every, count, dropout) for dropout in (0.2, 0.0))
+    kill, bad = 2 * every + dice.randint(1, every - 1), 3
+    with tempfile.TemporaryDirectory(prefix="keep-") as top:
+        first = on_ranks(_before_the_accidents, 2, answer, noisy, plain, kill, bad, top, patience=_PATIENCE)[0]
+        right, models = _alone(plain)
+        _judge_undisturbed(first, plain, right)
+        last = kill - kill % every
+        told = f"killed after step {kill} with a checkpoint of step {last}"
+        _judge_again(first["plain"][1], right, models, plain, last, told)
+        off = _off(first["noisy"][1], first["calm"])
+        refuse(told, ("With dropout the losses are others after the restart, and without it they are not: the masks are drawn "
+                      "from each rank's random state, which a new process has anew", off))  # fmt: skip
+        refuse("", ("Write checkpoints with torch.distributed.checkpoint, from all ranks: a save of this program never passed by "
+                    "there", first["saved"] < bad))  # fmt: skip
+        told, last = f"rank 1 of 2 could not write the save of step {bad * every}", (bad - 1) * every
+        again = on_ranks(_go_on, 3, answer, plain, first["full"], patience=_PATIENCE)[0]
+        _judge_again(again, right, models, plain, last, f"{told}, and three went on")
+    return (
+        f"Killed after step {kill} of {noisy.steps} it went on with the losses of the run that nobody disturbed, and after a "
+        "save that one rank could not write it went on from the one before, on three ranks."
+    )
+
+
+def _judge_undisturbed(first: dict, task: Task, right: dict[int, float]) -> None:
+    steps, before = list(first["calm"]), first["plain"][0]
+    off = _off(before, right)
+    crosses = task.count // task.batch + 1
+    refuse(
+        f"{task.steps} steps, {task.count} samples an epoch, {task.batch} a step",
+        (f"A run that nobody disturbs logs steps 1 to {task.steps}, each once; yours logs {steps[:20]}",
+         steps != list(range(1, task.steps + 1))),
+        (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process. A batch that "
+         "reaches the end of an epoch goes on in the next", off == crosses),
+        (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process: look at which "
+         "samples a rank takes, and at the update before, AdamW's at the rate of its step", off),
+    )  # fmt: skip
+
+
+def _judge_again(
+    losses: dict[int, float], right: dict[int, float], models: list[nn.Module], task: Task, last: int, told: str
+) -> None:
+    """Judge a run that went on from a checkpoint of step `last`."""
+    start, off = min(losses, default=0), _off(losses, right)
+    # What other places in the data would give with the right weights: the first, and the first of the epoch.
+    epoch = last * task.batch // task.count
+    begins = [task.order(epoch)[: task.batch], task.order(0)[: task.batch]]
+    other = [task.loss(models[last], samples).item() for samples in begins] if off == start == last + 1 else []
+    refuse(
+        told,
+        ("Started again, the program took no step: it found no checkpoint that it could read. A save that is cut short leaves "
+         "files without `.metadata`, and must not touch the one before", not losses),
+        ("Started again, the program begins with step 1: it loads nothing", start == 1),
+        (f"Started again, the program goes on with step {start}, from a save that not every rank could write",
+         start == last + task.save_every + 1),
+        (f"Started again, the program goes on with step {start}: step {last} is the last whose checkpoint is complete, so that "
+         f"step {last + 1} comes next", start != last + 1),
+        (f"Started again, the program logs {len(losses)} steps from step {start} on and not all to step {task.steps}",
+         max(losses, default=0) != task.steps or len(losses) != task.steps - last),
+        (f"Step {start} is taken with other samples: the place in the data is not where it was",
+         any(abs(loss / losses[start] - 1) < _SAME for loss in other)),
+        (f"The first loss after the restart, of step {start}, is not what it was: it depends on the weights and on which "
+         "samples come next", off == start),
+        (f"The first loss after the restart is right, and that of step {off} is not: the update between them depends on the "
+         "optimizer's moments and on the rate, which a new process begins anew", off == start + 1),
+        (f"After the restart all is right up to step {off}: something is counted from the restart on, and not from step 1",
+         off),
+    )  # fmt: skip
+
+
+# --- a run with a fault -------------------------------------------------------------------------------------
+
+PARTS = ("read", "forward", "backward", "clip", "rate", "update")
+_FAULTS = ("", "epoch", "coarse", "stale", "blocks", "rate", "skip", "lost")
+
+
+def _fault(seed: int) -> tuple[str, int, int, int]:
+    """Return the kind of a run's fault, "" for none, and the step, the rank and the block that may have it."""
+    dice = random.Random(f"run {seed}")
+    return dice.choice(_FAULTS), dice.randint(4, 7), dice.randrange(2), dice.randrange(_BLOCKS)
+
+
+class TrainingRun(Sealed, Task):
+    """A run of FSDP2 on two ranks, part by part; one of its parts may not do what it should.
+
+    Attributes:
+        clip: What the norm of all gradients is cut to.
+        weights: This rank's parameters, sharded, by name.
+        optimizer: AdamW.
+        samples: What this rank reads in the step.
+        value: The mean loss of these.
+    """
+
+    clip = 0.05
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, steps=8, save_every=8, count=random.Random(seed).choice((30, 40, 54)))
+        self.samples, self.value = [], 0.0
+
+    def parts(self) -> Iterator[tuple[int, str]]:
+        """Train, and give step and part after each part of each step; every rank has to take all of them."""
+        kind, when, odd, block = _fault(self.seed)
+        rank, ranks, model = dist.get_rank(), dist.get_world_size(), self.model()
+        for part in (*model, model):
+            fully_shard(part, mesh=rank_mesh())
+        self.weights = dict(model.named_parameters())
+        all_weights = list(self.weights.values())
+        groups = [list(part.parameters()) for part in model] if kind == "blocks" else [all_weights]
+        own = [p for name, p in self.weights.items() if not (kind == "lost" and name.startswith(f"{block}."))]
+        self.optimizer = torch.optim.AdamW(own)
+        order = [sample for epoch in range(self.steps) for sample in self.order(epoch * (kind != "epoch"))]
+        for step in range(1, self.steps + 1):
+            self.samples = order[(step - 1) * self.batch : step * self.batch][rank::ranks]
+            yield step, "read"
+            here = (step, rank) == (when, odd)
+            loss = self.loss(_in_bfloat16(model) if kind == "coarse" and here else model, self.samples)
+            self.value = loss.item()
+            yield step, "forward"
+            model[block].set_reshard_after_backward(not (kind == "stale" and step == when - 1))
+            loss.backward()
+            yield step, "backward"
+            for group in groups:
+                nn.utils.clip_grad_norm_(group, self.clip)
+            yield step, "clip"
+            self.optimizer.param_groups[0]["lr"] = self.rate(1 + ranks * (step - 1) if kind == "rate" else step)
+            yield step, "rate"
+            if not (kind == "skip" and here):
+                self.optimizer.step()
+            yield step, "update"
+            for weight in all_weights:
+                weight.grad = None
+
+
+def _in_bfloat16(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x.bfloat16().double())
+
+
+def _first_wrong(run: TrainingRun, seed: int) -> tuple[int, str, list[int]] | None:
+    """Return where a run's fault shows first, and on which of two ranks."""
+    kind, when, odd, _ = _fault(seed)
+    if kind == "epoch":
+        places = range(run.count, run.count + run.batch)
+        again, right = run.order(0), run.order(1)
+        off = next(place for place in places if again[place - run.count] != right[place - run.count])
+        step = off // run.batch
+        wrong = {p % 2 for p in range(off, (step + 1) * run.batch) if again[p - run.count] != right[p - run.count]}
+        return step + 1, "read", sorted(wrong)
+    found = {
+        "coarse": (when, "forward", [odd]), "stale": (when, "forward", [0, 1]), "blocks": (1, "clip", [0, 1]),
+        "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]), "lost": (1, "update", [0, 1]),
+    }  # fmt: skip
+    return found.get(kind)
+
+
+def _runs(seed: int) -> list[int]:
+    """Return the seeds of nine runs: two healthy ones, and each fault."""
+    dice, found = random.Random(seed), {}
+    while len(found) < len(_FAULTS) + 1:
+        number = dice.randrange(10**6)
+        kind = _fault(number)[0]
+        found.setdefault(f"{kind}{'' if kind or '' not in found else 'too'}", number)
+    return dice.sample(list(found.values()), len(found))
+
+
+@check(
+    idea="One process that takes the same steps says what every part has to leave behind; the first part that leaves something "
+    "else is where the fault is, and all that follows is off as well.",
+    section="Slow, wrong or hanging: what to compare, and with what",
+    line="Step a twin of one process beside the run, part by part, compare samples, loss, shards of gradients before and after "
+    "clipping, rate and shards of weights on this rank, exchange what is off, and name the first.",
+    kind="fault",
+)
+def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
+    """Judge `diagnose(run)`: None, or (step, part, ranks), the same on each of two ranks, for nine runs."""
+    _is_written(answer, None)
+    runs = _runs(seed)
+    found = ask_ranks(answer, 2, runs, *(f"{__name__}.{name}" for name in ("_fault", "_first_wrong")), make=TrainingRun)
+    for number, by_rank in zip(runs, found, strict=True):
+        said = [_read_diagnosis(each) for each in by_rank]
+        refuse("", ("Ranks say different things about one run: what one of them sees, all must know, so let them exchange it",
+                    said[0] != said[1]))  # fmt: skip
+        _judge_diagnosis(said[0], _first_wrong(TrainingRun(number), number))
+    return (
+        f"{len(runs)} runs, two of them healthy. Of the others one took its second epoch in the order of the first, one rounded "
+        "a rank's inputs, one went forward with weights of the step before, one clipped blocks by themselves, one counted "
+        "ranks as steps of the schedule, on one a rank left an update out, and of one the optimizer lacked a block."
+    )
+
+
+def _read_diagnosis(given: Any) -> tuple[int, str, list[int]] | None:
+    if given is None:
+        return None
+    told = "Return None for a healthy run, or (step, part, list of ranks)."
+    found = by_name(list(given) if isinstance(given, tuple) else given, "step", "part", "ranks", otherwise=told)
+    if str(found["part"]) not in PARTS:
+        raise Wrong(f"The part is one of {', '.join(PARTS)}, and not {str(found['part'])[:40]!r}.")
+    ranks = sorted({whole(rank, "A rank") for rank in numbers(found["ranks"], "Ranks")})
+    return whole(found["step"], "The step"), str(found["part"]), ranks
+
+
+def _judge_diagnosis(said: tuple[int, str, list[int]] | None, truth: tuple[int, str, list[int]] | None) -> None:
+    def place(found: tuple[int, str, list[int]]) -> tuple[int, int]:
+        return found[0], PARTS.index(found[1])
+
+    refuse(
+        "",
+        ("A healthy run is accused: sums in another order move float64 by 1e-13 at most", truth is None and said),
+        ("You find nothing in a run of which one process does something else: losses that look alike are no proof, so compare "
+         "what every part leaves behind", truth and said is None),
+    )  # fmt: skip
+    if said and truth:
         refuse(
             "",
-            (f"The answer should be one of the names in zoo.FAULTS, or {HEALTHY!r}, and is {said!r}", said not in names),
-            (f"A healthy job is called {said!r}, and one symptom of that is missing above", truth == HEALTHY),
-            (f"A job with the fault {truth!r} is called {said!r}: its symptoms are above. Look again: {_LOOK[truth]}", True),
+            (f"You name {said[1]!r} of step {said[0]}, and what it was given is wrong already: go back to the first part that "
+             "leaves something else than one process does", place(said) > place(truth)),
+            (f"You name {said[1]!r} of step {said[0]}, which leaves what it should, on every rank", place(said) < place(truth)),
+            (f"Step and part are right, {said[1]!r} of step {said[0]}, and it is not off on ranks {said[2]}: each rank compares "
+             "its own samples, loss and shards", said[2] != truth[2]),
         )  # fmt: skip
-    return f"{len(_seen())} jobs on two ranks, half of them healthy, each named from its symptoms."
 
 
 # --- an MFU that lies ---------------------------------------------------------------------------------------

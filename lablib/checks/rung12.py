@@ -103,6 +103,8 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
                 raise
             raise Wrong(_not_a_number(kind, type(error).__name__)) from None
         _judge_merge(got, a, b, truth, kind)
+    if any(name.startswith("lablib.toys.context_parallel") for name in getattr(answer, "called", ())):
+        raise Wrong("It is right, and lablib's own merge answers for you: weigh both outputs yourself.")
     return f"{len(cases)} pairs of blocks, scores of about 1,000 and rows that see nothing among them."
 
 
@@ -363,6 +365,9 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
     case, n, total = f"dp={dp}, cp={cp}", dp * cp, int((labels != IGNORED).sum())
     place = {int(token): divmod(i, _SEQ + 1) for i, token in enumerate(batch[0].flatten())}
     sums, counts, wrong = [], [], []
+    # fp32 angles differ where positions restart, and norms round gradients of another size otherwise.
+    atol = 1e-6 * gradients.abs().max().item()
+    equal = all(torch.allclose(each[6], gradients, rtol=1e-4, atol=atol) for each in found)
     for rank, each in enumerate(found):
         here = [[place[token] for token in row] for row in each[0]]
         if any(math.isnan(w) for row in each[4] for w in row) or math.isnan(each[5]):
@@ -394,7 +399,7 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
             ("Backward runs from the plain sum: its gradient grows with the tokens", 1.0),
         ]  # fmt: skip
         for weight in weights:
-            if not close(weight, n / total):
+            if not equal and not close(weight, n / total):  # it may have scaled or summed gradients itself
                 recognize(weight, told, slips)
                 raise Wrong(f"In backward a token weighs {weight:.4g} and should weigh n / labels = {n / total:.4g}, since the "
                             f"average divides by n = {n} ({told}).")  # fmt: skip
@@ -409,10 +414,10 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
                 ("This is multiplied by the ranks", n * mean), ("This is a sum, not a mean", sum(sums)),
             ])  # fmt: skip
             raise Wrong(f"The mean over all labels is {mean:.6g}, and you return {loss:.6g} ({told}).")
-        if not torch.allclose(each[6], gradients, rtol=1e-4, atol=1e-9):  # fp32 angles differ where positions restart
-            raise Wrong(
-                f"Everything that the model gets is right, and the gradients are not those of one process ({case})."
-            )
+    if not equal:
+        raise Wrong(
+            f"Everything that the model gets is right, and the gradients are not those of one process ({case})."
+        )
 
 
 def _explain_labels(wrong: Sequence[tuple[int, int, int, Any]], batch: Batch, case: str) -> None:
@@ -467,30 +472,31 @@ def _drawn(number: int) -> Fault | None:
 
 def job(number: int) -> Job:
     """Return what builds a model on each of four ranks, the same one for every number; one thing may be wrong in it."""
-    fault = _drawn(number)
 
     def build(group: dist.ProcessGroup) -> ContextParallelTransformer:
         torch.manual_seed(0)
         model = ContextParallelTransformer(_JOB, group).double()
         for layer, block in enumerate(model.blocks):
-            here = fault is not None and (layer, dist.get_rank(group)) == (fault.layer, fault.rank)
-            block.attention.core = partial(_step_by_step, group, fault if here else None)
+            block.attention.core = partial(_step_by_step, group, number, layer)
         return model
 
     return build
 
 
 def _step_by_step(
-    group: dist.ProcessGroup, fault: Fault | None, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
+    group: dist.ProcessGroup, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
 ) -> Tensor:
     """Return attention that meets the keys of one rank after the other, as a ring does."""
     cp, rank, copies = dist.get_world_size(group), dist.get_rank(group), q.shape[1] // k.shape[1]
+    fault = _drawn(number)  # asked here, so that printing the attention does not show it
+    here = fault is not None and (layer, rank) == (fault.layer, fault.rank)
     held = [token_positions(q.shape[2] * cp, cp, each) for each in range(cp)]
-    keys = _Gathered.apply(torch.stack((k, v)), group).repeat_interleave(copies, dim=3)
+    blocks = _Gathered.apply(torch.cat((k, v), dim=-1), group).repeat_interleave(copies, dim=2)
     seen: Any = None
     for step in range(cp):
-        source, wrong = (rank - step) % cp, fault.what if fault and fault.step == step else ""
-        theirs, values = keys[source].detach() if wrong == "gradients" else keys[source]
+        source, wrong = (rank - step) % cp, fault.what if here and fault.step == step else ""
+        block = blocks[source].detach() if wrong == "gradients" else blocks[source]
+        theirs, values = block.split((k.shape[-1], v.shape[-1]), dim=-1)
         mask = visible(held[rank], held[rank if wrong == "keys" else source], True, documents)
         # Finite, so that a row that sees nothing has a gradient that is a number.
         scores = (q @ theirs.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -1e9)
@@ -544,11 +550,12 @@ def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, f"{__name__}._drawn", make=job), strict=True):
         _judge_fault(said[0], _drawn(number))
     return ("Four sick jobs and a healthy one. `keys`: a later step had the causal triangle of step 0. `weights`: one log-sum-exp "
-            "came in base 2, as some kernels give it (sglang#33064). `gradients`: the keys' gradient of one step never left the "
+            "came in base 2, as some kernels give it (sglang#40903). `gradients`: the keys' gradient of one step never left the "
             "rank; diffusers#14265 had wrong ones for all remote keys, behind a forward pass without fault.")  # fmt: skip
 
 
 def _judge_fault(said: Any, fault: Fault | None) -> None:
+    said = None if isinstance(said, Mapping) and not said else said  # nothing is wrong
     if said is None or fault is None:
         refuse(
             "",

@@ -1,43 +1,39 @@
-"""The checks of rung 13: a route, counts for an all-to-all, a capacity, bytes of a layer, and experts on a mesh."""
+"""The checks of rung 13: a route, bytes of a layer, a step on two grids, and a job with a fault."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lablib.calc.layouts import Mesh
-from lablib.calc.parallel import expert_capacity, routed_bytes
+from lablib.calc.parallel import routed_bytes
 from lablib.checks.judging import (
-    Row,
-    Slip,
+    Sealed,
     Wrong,
+    as_float,
+    ask_ranks,
     by_name,
     check,
     close,
     close_bytes,
-    compare,
     numbers,
+    on_ranks,
     pair,
     recognize,
     refuse,
     some,
     whole,
 )
+from lablib.toys.expert_parallel import MoE, combine, dispatch, loop_product, permute, tiny_mixture
+from lablib.toys.tensor_parallel.functions import gather_from_sp, scatter_to_sp
 
-__all__ = ["expert_bytes", "kept_tokens", "place_experts", "route", "send_counts"]
-
-#: For each rank, for each of its tokens, the experts that it goes to, the first choice first.
-Chosen = Sequence[Sequence[Sequence[int]]]
-#: For each token of a rank the experts that it goes to.
-Choices = Sequence[Sequence[int]]
+__all__ = ["FoldedJob", "MixtureJob", "expert_bytes", "find_fault", "folded_step", "route"]
 
 
 # --- a route ------------------------------------------------------------------------------------------------
@@ -165,232 +161,6 @@ def _explain_weights(
     )  # fmt: skip
 
 
-# --- counts for an all-to-all -------------------------------------------------------------------------------
-
-#: Two ranks of four tokens by hand, experts that are not in order; no two mistakes of `_counted` agree on it.
-_BY_HAND = ([[[0, 1], [0, 2], [3, 1], [0, 3]], [[2, 3], [0, 2], [1, 0], [2, 1]]], [1, 0, 0, 1])
-
-
-def _counted(chosen: Chosen, home: Sequence[int], *, once: bool = False, first: bool = False) -> list[list[int]]:
-    """Return the copies that each rank sends to each.
-
-    Args:
-        once: Whether a token goes to a rank once, however many of its experts are there.
-        first: Whether only the first choice is looked at.
-    """
-    counts = [[0] * len(chosen) for _ in chosen]
-    for source, tokens in enumerate(chosen):
-        for experts in tokens:
-            targets = [home[expert] for expert in experts[: 1 if first else None]]
-            for target in set(targets) if once else targets:
-                counts[source][target] += 1
-    return counts
-
-
-@check(
-    idea="Before tokens travel, each rank must know how many copies it sends to each other one, and how many come.",
-    section="Route, dispatch, compute, combine: eight tokens by hand",
-    line="For each choice of each token, add one to the row of the token's rank and the column of the expert's rank.",
-)
-def send_counts(answer: Callable[[Chosen, Sequence[int]], Any], seed: int = 13) -> str:
-    """Judge `send_counts(chosen, home)`: two ranks by hand, then drawn ones, idle ranks among them."""
-    dice = random.Random(seed)
-    cases: list[tuple[Chosen, Sequence[int]]] = [_BY_HAND]
-    cases.append(([[[0], [0], [0]], [], [[0]]], [1, 2]))  # all to one expert; no tokens, no experts
-    cases.append(([[], [], []], [0, 1, 2]))  # nobody has a token
-    for _ in range(10):
-        ranks = dice.choice((1, 2, 3, 4, 8))
-        experts = dice.choice((2, 4, 7, 16))
-        k = dice.randint(1, min(experts, 4))
-        home = [dice.randrange(ranks) for _ in range(experts)]
-        tokens = [dice.choice((0, 1, 5, 12)) for _ in range(ranks)]
-        cases.append(([[dice.sample(range(experts), k) for _ in range(n)] for n in tokens], home))
-    compare(answer, cases, _counted, _SLIPS_OF_COUNTS, _told_counts, read=_rows_of_counts, unknown=_unlike_counts)
-    return f"{len(cases)} all-to-alls, with ranks that send nothing and ranks that get nothing."
-
-
-def _told_counts(chosen: Chosen, home: Sequence[int]) -> str:
-    return f"{len(chosen)} ranks, " + (f"experts on ranks {list(home)}" if len(home) < 9 else f"{len(home)} experts")
-
-
-def _rows_of_counts(got: Any, chosen: Chosen, home: Sequence[int]) -> list[list[int]]:
-    """Return the answer as one row of whole numbers for each rank; rows may be dictionaries, which leave zeros out."""
-    ranks, case = len(chosen), _told_counts(chosen, home)
-    if isinstance(got, Mapping):  # pairs of ranks are no rows
-        got = [got.get(rank, {}) for rank in range(ranks) if set(got) <= set(range(ranks))]
-    got = numbers(got, "The counts")
-    got = [[row.get(rank, 0) for rank in range(ranks)] if isinstance(row, Mapping) else row for row in got]
-    rows = [numbers(row, "A row of counts") for row in got]
-    if len(rows) == ranks != len(home) and rows and all(len(row) == len(home) for row in rows):
-        raise Wrong(
-            f"These are counts by expert: a rank sends to ranks, and `home` says where each expert lives ({case})."
-        )
-    if len(rows) != ranks or any(len(row) != ranks for row in rows):
-        raise Wrong(f"Return {ranks} rows of {ranks} numbers: there are as many ranks as lists in `chosen`, and one that "
-                    f"sends or gets nothing has zeros ({case}).")  # fmt: skip
-    return [[whole(count, "A count") for count in row] for row in rows]
-
-
-def _placed(place: Callable[[int, int, int], int]) -> Callable[[Chosen, Sequence[int]], list[list[int]]]:
-    """The counts if expert e of n lived on rank place(e, n, ranks)."""
-    return lambda chosen, home: _counted(chosen, [place(e, len(home), len(chosen)) for e in range(len(home))])
-
-
-_SLIPS_OF_COUNTS: list[Slip] = [
-    ("Rows and columns are exchanged: row r is what rank r sends, column r what it receives",
-     lambda chosen, home: [list(column) for column in zip(*_counted(chosen, home), strict=True)]),
-    ("Copies for a rank's own experts are missing: the all-to-all has a piece for the rank itself too",
-     lambda chosen, home: [[n * (a != b) for b, n in enumerate(row)] for a, row in enumerate(_counted(chosen, home))]),
-    ("A token is counted once for each rank here: each choice is a copy", functools.partial(_counted, once=True)),
-    ("Only the first choice is counted: a token goes to all of its k experts", functools.partial(_counted, first=True)),
-    ("All rows are one list here, as in [[0] * n] * n: make a new one for each rank",
-     lambda chosen, home: [[sum(column) for column in zip(*_counted(chosen, home), strict=True)]] * len(chosen)),
-    ("Experts are taken to live in blocks here: `home` says where each one is",
-     _placed(lambda expert, experts, ranks: min(expert * ranks // experts, ranks - 1))),
-    ("Experts are taken to be dealt out to the ranks in turns: `home` says where each one is",
-     _placed(lambda expert, experts, ranks: expert % ranks)),
-]  # fmt: skip
-
-
-def _unlike_counts(row: Row) -> str:
-    ranks = range(len(row.truth))
-    a, b = next((a, b) for a in ranks for b in ranks if row.given[a][b] != row.truth[a][b])
-    return (
-        f"Rank {a} sends {row.truth[a][b]} copies to rank {b}, not {row.given[a][b]}: one for each choice of its tokens "
-        f"that names an expert of rank {b}"
-    )
-
-
-# --- a capacity ---------------------------------------------------------------------------------------------
-
-
-def _kept(
-    chosen: Sequence[Sequence[int]], experts: int, capacity: int, *, by_token: bool = False, last: bool = False,
-    apart: bool = False,
-) -> list[list[bool]]:  # fmt: skip
-    """Return which choices are kept.
-
-    Args:
-        by_token: Whether a token's choices follow each other, and not the first choices of all tokens.
-        last: Whether the last tokens are kept, and not the first.
-        apart: Whether first and second choices have places of their own.
-    """
-    k = len(chosen[0])
-    order = [(token, choice) for choice in range(k) for token in range(len(chosen))]
-    if by_token:
-        order.sort()
-    taken, kept = Counter(), [[False] * k for _ in chosen]
-    for token, choice in reversed(order) if last else order:
-        places = chosen[token][choice], choice if apart else 0
-        kept[token][choice] = taken[places] < capacity
-        taken[places] += 1
-    return kept
-
-
-@check(
-    idea="An expert has as many places as its share of all choices, times the factor; who comes too late is dropped.",
-    section="Capacity or dropless: what a full expert drops",
-    line="Go through first choices in the order of tokens, then second ones, and keep a choice while its expert has a place.",
-)
-def kept_tokens(answer: Callable[[Sequence[Sequence[int]], int, float], Any], seed: int = 13) -> str:
-    """Judge `kept_tokens(chosen, experts, factor)`: one expert that everybody wants first, then drawn choices."""
-    dice = random.Random(seed)
-    cases: list[tuple[list[list[int]], int, float]] = [
-        ([[1, 2], [0, 1], [1, 0], [0, 1], [1, 0], [0, 1], [1, 2], [1, 0]], 3, 0.75),  # 4 places
-        ([[0, 1], [1, 0], [0, 2], [0, 3], [1, 0], [2, 0], [0, 1]], 4, 1.0),  # 14 choices, 3.5 places: 4
-        ([[0, 1], [0, 2], [1, 0], [0, 3], [0, 2]], 4, 1.0),  # 10 choices, 2.5 places: 3, and not twice two
-        ([[0], [0], [0], [1], [0]], 2, 1.0),
-        ([[3], [3], [3], [3], [3]], 4, 1.0),
-        ([[0], [0], [1], [0]], 2, 1.0),  # 2 places, a whole number
-    ]
-    for _ in range(12):
-        experts = dice.choice((2, 4, 8))
-        k = dice.randint(1, min(3, experts))
-        favoured = [1 + 3 * (expert < 2) for expert in range(experts)]
-        tokens = dice.randint(3, 24)
-        chosen = [sorted(range(experts), key=lambda e: -favoured[e] * dice.random())[:k] for _ in range(tokens)]
-        cases.append((chosen, experts, dice.choice((0.5, 0.75, 1.0, 1.25, 1.5, 2.0, float(experts)))))
-    compare(answer, cases, _rightly_kept, _SLIPS_OF_KEPT, _told_kept, read=_rows_of_kept, unknown=_unlike_kept)
-    return f"{len(cases)} routings: who comes first has a place."
-
-
-def _told_kept(chosen: Choices, experts: int, factor: float) -> str:
-    return f"{len(chosen)} tokens, k = {len(chosen[0])}, {experts} experts, factor {factor:g}"
-
-
-def _rows_of_kept(got: Any, chosen: Choices, experts: int, factor: float) -> list[list[bool]]:
-    """Return the answer as one row of truth values for each token; the rows of one choice may be that choice."""
-    tokens, k = len(chosen), len(chosen[0])
-    if isinstance(got, Mapping):
-        got = [got.get(token, ()) for token in range(tokens)]
-    rows = numbers(got, "The answer")
-    if k == 1 and all(not hasattr(row, "__iter__") for row in rows):
-        rows = [[row] for row in rows]
-    found = [[_truth_value(each) for each in numbers(row, "A row")] for row in rows]
-    if len(found) != tokens or any(len(row) != k for row in found):
-        raise Wrong(f"Return a row for each of {tokens} tokens, with True or False for each of its {k} choices "
-                    f"({_told_kept(chosen, experts, factor)}).")  # fmt: skip
-    return found
-
-
-def _rightly_kept(chosen: Choices, experts: int, factor: float, *, more: int = 0, **order: bool) -> list[list[bool]]:
-    return _kept(chosen, experts, more + expert_capacity(len(chosen), experts, len(chosen[0]), factor), **order)
-
-
-def _with_places(places: Callable[..., int]) -> Callable[..., list[list[bool]]]:
-    """What is kept if an expert had places(tokens, k, experts, factor) places."""
-    return lambda chosen, experts, factor: _kept(chosen, experts, places(len(chosen), len(chosen[0]), experts, factor))
-
-
-_SLIPS_OF_KEPT: list[Slip] = [
-    ("True stands for dropped here: it should stand for kept",
-     lambda *case: [[not kept for kept in row] for row in _rightly_kept(*case)]),
-    ("A capacity is rounded down here: round it up", _with_places(lambda t, k, e, f: math.floor(f * t * k / e))),
-    ("The capacity counts tokens and not choices here", _with_places(lambda t, k, e, f: math.ceil(f * t / e))),
-    ("The factor is multiplied after rounding here: round once, at the end",
-     _with_places(lambda t, k, e, f: math.ceil(f * math.ceil(t * k / e)))),
-    ("The factor is missing in the capacity", _with_places(lambda t, k, e, f: math.ceil(t * k / e))),
-    ("The capacity is rounded before it is multiplied by k here: round once, at the end",
-     _with_places(lambda t, k, e, f: k * math.ceil(f * t / e))),
-    ("All choices of a token come before the next token's here: first choices of all tokens go first",
-     functools.partial(_rightly_kept, by_token=True)),
-    ("The last ones are kept here: places go to who comes first", functools.partial(_rightly_kept, last=True)),
-    ("The last tokens are kept here: places go to who comes first",
-     lambda chosen, experts, factor: _rightly_kept(chosen[::-1], experts, factor)[::-1]),
-    ("Only experts that somebody chose are counted here: E is the number of all",
-     lambda chosen, experts, factor: _rightly_kept(chosen, len({e for row in chosen for e in row}), factor)),
-    ("Second choices have places of their own here: an expert has so many for all choices together",
-     functools.partial(_rightly_kept, apart=True)),
-    ("Rounding up leaves a whole number as it is, and does not add one to it", _with_places(lambda t, k, e, f: 1 + int(f * t * k / e))),
-    ("An expert takes one too many: it is full with as many as its capacity", functools.partial(_rightly_kept, more=1)),
-    ("An expert refuses one too early: it takes as many as its capacity", functools.partial(_rightly_kept, more=-1)),
-    ("A token loses all choices with one here: only the choice of the full expert is dropped",
-     lambda *case: [[all(row)] * len(row) for row in _rightly_kept(*case)]),
-    ("Nothing is dropped: an expert has as many places as its capacity",
-     lambda chosen, experts, factor: [[True] * len(row) for row in chosen]),
-]  # fmt: skip
-
-
-def _unlike_kept(row: Row) -> str:
-    chosen, experts, factor = row.case
-    ways = [(choice, token) for choice in range(len(chosen[0])) for token in range(len(chosen))]
-    choice, token = next((c, t) for c, t in ways if row.given[t][c] != row.truth[t][c])
-    expert = chosen[token][choice]
-    before = sum(chosen[t][c] == expert for c, t in ways[: ways.index((choice, token))])
-    return (
-        f"Choice {choice} of token {token} is expert {expert}, which {before} choices wanted before and which has "
-        f"{expert_capacity(len(chosen), experts, len(chosen[0]), factor)} places: it is "
-        f"{'kept' if row.truth[token][choice] else 'dropped'}"
-    )
-
-
-def _truth_value(each: Any) -> bool:
-    """Return True or False for what may be numpy's, a tensor's or 1 and 0."""
-    if whole(each, "Each choice") not in (0, 1):
-        raise Wrong(f"Each choice is True or False, kept or dropped, and here one is {each}.")
-    return bool(each)
-
-
 # --- bytes of a layer ---------------------------------------------------------------------------------------
 
 _KEYS = ("inside", "across", "once")
@@ -505,224 +275,416 @@ def _explain_bytes(key: str, got: float, right: float, case: tuple[int, ...]) ->
     raise Wrong(f"It is {right:,.0f} bytes, not {got:,.0f}, by no mistake that the check knows ({shown}).")
 
 
-# --- experts on a mesh --------------------------------------------------------------------------------------
+# --- one step on two grids ----------------------------------------------------------------------------------
 
-#: Ranks along every axis of a grid, the fastest axis first.
+#: Ranks along every axis of a grid, the fastest axis last, as `init_device_mesh` takes them.
 Sizes = Mapping[str, int]
 
-_PLACES = ("holds", "sends_to", "expert", "other")
+_HIDDEN, _TOKENS, _EXPERTS = 16, 12, 8
+_CONFIG = tiny_mixture(
+    hidden=_HIDDEN, num_experts=_EXPERTS, experts_per_token=2, expert_ffn=_HIDDEN, num_shared_experts=1
+)
 
 
-class _Place:
-    """What is right for one rank."""
+class _Dense(nn.Module):
+    """Two matrices, split over tp under sequence parallelism: the stream is gathered, and the sum cut again."""
 
-    def __init__(self, rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]) -> None:
-        self.attention, self.folded = (Mesh(tuple(grid.values()), tuple(grid)) for grid in (attention, folded))
-        self.at = self.folded.coordinates(rank)["ep"]
-        self.ep_group = self.folded.group(rank, "ep")
-        each = experts // folded["ep"]
-        self.holds = list(range(self.at * each, (self.at + 1) * each))
-        self.sends_to = [self.ep_group[expert // each] for expert in chosen]
-        self.places = {"holds": self.holds, "sends_to": self.sends_to}
-        self.other = self.attention.group(rank, "dp", "cp")
-        self.expert = self.folded.group(rank, "edp")
-        #: Each rank's loss is a mean over its own tokens, and the loss of the step is the mean of those.
-        self.divisor = attention["dp"] * attention["cp"]
+    def __init__(self, tp: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.tp = tp
+        up_FH, down_FH = torch.randn(2, 2 * _HIDDEN, _HIDDEN) / _HIDDEN
+        self.up, self.down = (nn.Parameter(self._mine(weight_FH)) for weight_FH in (up_FH, down_FH))
+
+    def _mine(self, weight_FH: Tensor) -> Tensor:
+        return weight_FH.chunk(self.tp.size())[self.tp.rank()].clone() if self.tp else weight_FH
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        if self.tp is None:
+            return torch.relu(x_TH @ self.up.T) @ self.down
+        x_BSH = gather_from_sp(x_TH[None], self.tp)
+        return scatter_to_sp(torch.relu(x_BSH @ self.up.T) @ self.down, self.tp)[0]
+
+
+class Layer(nn.Module):
+    """A layer: `norm`, `dense`, and `moe` with a router, experts and a shared expert."""
+
+    def __init__(self, seed: int, tp: dist.ProcessGroup | None = None, ep: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.dense, self.moe = nn.LayerNorm(_HIDDEN, bias=False), _Dense(tp), MoE(_CONFIG, ep)
+        for parameter in (*self.moe.router.parameters(), *self.moe.experts.parameters()):
+            parameter.data *= 10  # so that experts move the stream
+        self.double()
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Return the stream behind the layer."""
+        x_TH = x_TH + self.dense(self.norm(x_TH))
+        return x_TH + self.moe(x_TH)
+
+
+class FoldedJob:
+    """One step of a layer on the ranks of two grids.
+
+    Args:
+        seed: Of weights and tokens.
+        dense: The grid of everything that is no expert: dp, cp and tp.
+    """
+
+    def __init__(self, seed: int, dense: Sizes) -> None:
+        self.seed, self.dense, self.made = seed, dense, None
+
+    def model(self, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> Layer:
+        """Return this rank's part: its piece of `dense`, its experts, and the rest whole."""
+        self.made = [dist.get_process_group_ranks(group) for group in (tp, ep)]
+        return Layer(self.seed, tp, ep)
+
+    def whole(self) -> Layer:
+        """Return the layer of one process, where there is one."""
+        if dist.is_initialized():
+            raise Wrong("On ranks there is no layer of one process to copy from: sum what the ranks have.")
+        return Layer(self.seed)
+
+    def loss(self, model: Layer) -> Tensor:
+        """Return this rank's part of the loss of its dp and cp position, whose tokens its tp ranks divide.
+
+        Of the layer of one process it is the loss of the step, the mean over all dp and cp positions.
+        """
+        ranks = math.prod(self.dense.values())
+        dice = torch.Generator().manual_seed(self.seed)
+        x_RTH, y_RTH = torch.randn(2, ranks, _TOKENS, _HIDDEN, generator=dice, dtype=torch.float64)
+        whole = model.dense.tp is None
+        x_TH, y_TH = (z.flatten(0, 1) if whole else z[dist.get_rank()] for z in (x_RTH, y_RTH))
+        return (model(x_TH) - y_TH).square().sum() / _TOKENS / (ranks if whole else self.dense["tp"])
+
+
+def _folded(answer: Callable, jobs: Sequence[tuple[int, Sizes, Sizes]]) -> list[dict[str, Any]]:
+    """Return, for each job, the gradients and the norm that the answer leaves on this rank, and the groups it made."""
+    found = []
+    for seed, dense, folded in jobs:
+        job = FoldedJob(seed, dense)
+        model, norm = pair(answer(job, dict(dense), dict(folded)), "Return the model and the norm.", "model", "norm")
+        if not isinstance(model, Layer):
+            raise Wrong("Return what `job.model` made, with its gradients, and then the norm: model, norm.")
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found.append({"groups": job.made, "grads": grads, "norm": as_float(norm, "The norm")})
+    return found
 
 
 @check(
-    idea="A rank has a place on two grids, and an expert's gradient on one rank comes from the tokens of all ranks that sent "
-    "it some.",
+    idea="A gradient is summed over all ranks that hold the weight, whatever that group is, and divided by the number of "
+    "losses of which the step takes the mean: the same for all.",
     section="Gradients: edp for experts, dp x cp for the rest, one divisor for both",
-    line="Sum an expert's gradient over the edp ranks of the experts' grid, any other over the dp times cp ranks of "
-    "attention's, and divide both by dp times cp.",
+    line="Experts: sum over edp. `dense`: over dp and cp. All others: over dp, cp and tp. Divide each by dp times cp; then sum "
+    "squares over ep for experts, over tp for `dense`, and count the others once.",
+    kind="work",
 )
-def place_experts(answer: Callable[..., Mapping[str, Any]], seed: int = 13) -> str:
-    """Judge `place_experts(rank, attention, folded, experts, chosen)` on eight ranks first, then on drawn grids."""
+def folded_step(answer: Callable[..., Any], seed: int = 13) -> str:
+    """Judge `folded_step(job, dense, folded)` on four ranks of drawn grids, beside one process."""
     dice = random.Random(seed)
-    grids = [({"tp": 1, "cp": 1, "dp": 8, "pp": 1}, {"etp": 1, "ep": 4, "edp": 2, "pp": 1})]
-    grids += [
-        _grids(*sizes) for sizes in ((2, 1, 4, 2, 2, 2), (1, 2, 4, 2, 1, 4), (2, 2, 2, 1, 1, 8), (1, 1, 4, 1, 1, 1))
+    grids = [
+        ({"dp": 2, "cp": 1, "tp": 2}, {"edp": 1, "ep": 4}),
+        ({"dp": 2, "cp": 2, "tp": 1}, dice.choice(({"edp": 2, "ep": 2}, {"ep": 2, "edp": 2}))),
+        (dice.choice(({"cp": 1, "dp": 1, "tp": 4}, {"dp": 1, "cp": 2, "tp": 2})), {"ep": 2, "edp": 2}),
     ]
-    while len(grids) < 16:
-        tp, cp, dp, pp = (dice.choice(sizes) for sizes in ((1, 2, 3), (1, 2), (1, 2, 3, 4, 6), (1, 2, 3)))
-        etp = dice.choice((1, tp))
-        ep = dice.choice([size for size in range(1, 13) if tp * cp * dp // etp % size == 0])
-        drawn = _grids(tp, cp, dp, pp, etp, ep)
-        if dice.random() < 0.5:  # pp stays where it is, first or last, so that both grids cover the same stages
-            drawn = tuple({axis: grid[axis] for axis in (*dice.sample(list(grid)[:3], 3), "pp")} for grid in drawn)
-        if dice.random() < 0.3:
-            drawn = tuple({"pp": pp} | grid for grid in drawn)
-        grids.append(drawn)
-    for attention, folded in grids:
-        experts = folded["ep"] * (2 if attention is grids[0][0] else dice.choice((1, 2, 4)))
-        ranks = math.prod(attention.values())
-        chosen = sorted(range(experts), key=lambda _: dice.random())[: min(experts, 4)]
-        if attention is grids[0][0]:
-            chosen = [5, 0, 3]  # on ranks 2, 0, 1 of a group; dealt out in turns it would be 1, 0, 3
-        # The last ones first: on rank 0 a position of a group and its rank are often one number.
-        for rank in sorted(dice.sample(range(ranks), min(ranks, 6)), reverse=True):
-            got = answer(rank, dict(attention), dict(folded), experts, list(chosen))
-            _judge_place(got, rank, attention, folded, experts, chosen)
-    return f"{len(grids)} pairs of grids: where experts live, who gets which token, and which ranks average what."
+    jobs = [(dice.randrange(10**6), *both) for both in grids]
+    for job, got in zip(jobs, zip(*on_ranks(_folded, 4, answer, jobs), strict=True), strict=True):
+        _judge_folded(got, *job)
+    return (
+        f"{len(grids)} pairs of grids, with gradients and norm of one process. torchtitan 2416 summed a router's gradient that "
+        "tp ranks had in parts, Megatron-LM 5956 divided experts' by ep, and 5916 counted their squares."
+    )
 
 
-def _grids(tp: int, cp: int, dp: int, pp: int, etp: int, ep: int) -> tuple[dict[str, int], dict[str, int]]:
-    edp = tp * cp * dp // (etp * ep)
-    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
+def _grid(sizes: Sizes) -> Mesh:
+    return Mesh(tuple(sizes.values())[::-1], tuple(sizes)[::-1])
 
 
-def _judge_place(
-    got: Any, rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]
-) -> None:  # fmt: skip
-    right = _Place(rank, attention, folded, experts, chosen)
-    told = " and ".join("-".join(f"{axis}{size}" for axis, size in grid.items()) for grid in (attention, folded))
-    case = f"rank {rank} of {told}, {experts} experts"
-    got = by_name(got, *_PLACES)
-    holds, sends_to = got["holds"], got["sends_to"]
-    if isinstance(holds, slice):
-        holds = range(*holds.indices(experts))
-    if isinstance(sends_to, Mapping) and set(chosen) <= set(sends_to):
-        sends_to = [sends_to[expert] for expert in chosen]
-    found = {"holds": _whole_list(holds, "`holds`"), "sends_to": _whole_list(sends_to, "`sends_to`")}
-    copies, alike = (_ranks_of(got[name]) for name in ("expert", "other"))
-    mine, true = (found | {"holds": sorted(found["holds"])}, copies), (right.places, right.expert)
-    usual = _grids(*(attention[axis] for axis in ("tp", "cp", "dp", "pp")), folded["etp"], folded["ep"])
-    turned = tuple(dict(reversed(grid.items())) for grid in (attention, folded))
-    others = [_Place(rank, *grids, experts, chosen) for grids in (usual, turned)]
+def _kind(name: str) -> str:
+    return next((kind for kind in ("dense", "experts") if kind in name.split(".")), "other")
+
+
+def _judge_folded(got: Sequence[dict[str, Any]], number: int, dense: Sizes, folded: Sizes) -> None:
+    job, grids = FoldedJob(number, dense), [_grid(dense), _grid(folded)]
+    alone = job.whole()
+    job.loss(alone).backward()
+    case = " and ".join(", ".join(f"{axis} {size}" for axis, size in grid.items()) for grid in (dense, folded))
+    for rank, one in enumerate(got):
+        if one["groups"] is None:
+            raise Wrong("Let `job.model(tp, ep)` make the model.")
+        for axis, grid, sizes, found in zip(("tp", "ep"), grids, (dense, folded), one["groups"], strict=True):
+            right = grid.group(rank, axis)
+            if sorted(found) != right:
+                raise Wrong(f"Rank {rank} has the {axis} group {right}, and here {some(found)}: {axis} is an axis of the grid "
+                            f"{', '.join(sizes)}, whose last axis has neighbours ({case}).")  # fmt: skip
+    for name, weight in alone.named_parameters():
+        _judge_gradient(name, weight.grad, [one["grads"].get(name) for one in got], grids, case)
+    _judge_norm(got, [p.grad for p in alone.parameters()], case)
+
+
+#: For each kind of weight the axes that cut it, over whom its copies are, and what makes them differ.
+_HELD = {
+    "experts": ("ep", "edp", "each has computed the tokens of its own ep group"),
+    "dense": ("tp", "dp and cp", "each has seen other sequences or other parts of them"),
+    "other": ("", "dp, cp and tp", "no axis of that grid cuts it, and each rank has used it for its own tokens"),
+}
+
+
+def _judge_gradient(name: str, whole: Tensor, found: list[Tensor | None], grids: list[Mesh], case: str) -> None:
+    kind = _kind(name)
+    axis, over, why = _HELD[kind]
+    grid, (dp, cp) = grids[kind == "experts"], (grids[0].size(axis) for axis in ("dp", "cp"))
+    at = [grid.coordinates(rank)[axis] if axis else 0 for rank in range(grid.ranks)]
+    right = [whole.chunk(grid.size(axis) if axis else 1)[place] for place in at]
+    if any(each is None or each.shape != truth.shape for each, truth in zip(found, right, strict=True)):
+        raise Wrong(f"`{name}` has no gradient of its shape: leave them in `.grad` of the model's parameters ({case}).")
+    if all(map(_near, found, right)):
+        return
+    times = [
+        (each * truth).sum().item() / truth.square().sum().item() for each, truth in zip(found, right, strict=True)
+    ]
+    factor = times[0] if all(map(_near, found, [times[0] * truth for truth in right])) else None
+    apart = next(
+        ((a, b) for b in range(len(at)) for a in range(b) if at[a] == at[b] and not _near(found[a], found[b])), None
+    )
+    copies = grid.ranks // (grid.size(axis) if axis else 1)
     refuse(
         case,
-        ("The axes are taken in another order here: each grid has them in its own, the fastest first, "
-         f"{', '.join(attention)} and {', '.join(folded)}", any(mine == (o.places, o.expert) and (mine != true or alike == o.other != right.other) for o in others)),
-        ("Here ep is taken out of dp alone, so that an expert is cut as attention is: the second grid has it over all ranks "
-         "of a stage, those of tp and cp too", found == _out_of_dp(rank, attention, folded, experts, chosen) != right.places),
+        (lambda: f"The gradient of `{name}` is {factor:g} times that of one process. Its {copies} copies together have seen all "
+         f"tokens of dp · cp = {dp * cp} losses, so their sum is divided by that, however many copies there are",
+         factor is not None and close(factor * copies, dp * cp)),
+        (lambda: f"The gradient of `{name}` is {factor:g} times that of one process: the step's loss is the mean of dp · cp = "
+         f"{dp * cp} losses", factor is not None),
+        (lambda: f"Ranks {apart[0]} and {apart[1]} hold the same `{name}`, and have other gradients of it: they part with the "
+         f"first step. Its copies are over {over}: {why}", apart),
+        (f"All copies of `{name}` have one gradient, and it is not that of one process: gradients of different weights, or of "
+         f"different parts of one, are added here. Its copies are over {over}", True),
     )  # fmt: skip
-    _judge_holds(found["holds"], right, rank, folded["ep"], experts, case)
-    _judge_sends(found["sends_to"], right, rank, folded["ep"], experts, chosen, case)
-    for name in ("other", "expert"):
-        _judge_average(name, got[name], right, rank, case)
 
 
-def _ranks_of(average: Any) -> list[int]:
-    """Return the ranks of what may be a pair of ranks and a divisor."""
-    with contextlib.suppress(Wrong):
-        return sorted(_whole_list(pair(average, "", "ranks", "divisor")[0], "A sum"))
-    return []
+def _near(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def _out_of_dp(
-    rank: int, attention: Sizes, folded: Sizes, experts: int, chosen: Sequence[int]
-) -> dict[str, list[int]] | None:
-    """Return where experts live if dp is split into ep and copies, in the place that it has among attention's axes."""
-    ep = folded["ep"]
-    if attention["dp"] % ep:
+def _judge_norm(got: Sequence[dict[str, Any]], grads: list[Tensor], case: str) -> None:
+    def length(parts: Iterable[Tensor]) -> float:
+        return math.sqrt(sum(part.square().sum().item() for part in parts))
+
+    said, right = [one["norm"] for one in got], length(grads)
+    if all(close(each, right, rel=1e-4) for each in said):
+        return
+    own = [length(one["grads"].values()) for one in got]
+    refuse(
+        f"{case}: {said[0]:.6g} for {right:.6g}",
+        ("Gradients are right, and the norm is that of a rank's own part: it holds some experts and a piece of `dense`, and "
+         "the norm is that of the whole model", all(map(close, said, own))),
+        ("Gradients are right, and ranks have other norms: each would clip by its own, and copies part",
+         not all(close(each, said[0], rel=1e-6) for each in said)),
+        ("Gradients are right, and the norm counts copies: the squares of a weight that several ranks hold count once",
+         close(said[0], math.hypot(*own)) or said[0] > right),
+        ("Gradients are right, and the norm is too small: squares of all experts and of all pieces of `dense` are added, then "
+         "the root is taken once", True),
+    )  # fmt: skip
+
+
+# --- a job with a fault -------------------------------------------------------------------------------------
+
+RANKS, LAYERS, _K = 4, 3, 2
+_FAULTS = ("", "experts", "visit", "combine", "router", "shared")
+
+
+def _fault(number: int) -> tuple[str, int, int]:
+    """Return the part of a job that has a fault, "" for none, its layer, and the rank that is alone with it."""
+    dice = random.Random(number)
+    return _FAULTS[number % len(_FAULTS)], dice.randrange(LAYERS), dice.randrange(RANKS)
+
+
+class Router(nn.Module):
+    """Score every expert, choose by score and bias, count the choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN) / 4)
+        self.register_buffer("bias", torch.zeros(_EXPERTS))
+        self.load = None
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights_Tk and chosen_Tk."""
+        scores_TE = (x_TH @ self.weight.T).softmax(-1)
+        chosen_Tk = (scores_TE + self.bias).topk(_K).indices
+        self.load = chosen_Tk.flatten().bincount(minlength=_EXPERTS).double()
+        weights_Tk = scores_TE.gather(-1, chosen_Tk)
+        return weights_Tk / weights_Tk.sum(-1, keepdim=True), chosen_Tk
+
+
+class Experts(nn.Module):
+    """Those of this rank, or all: a matrix each."""
+
+    def __init__(self, mine: slice) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(_EXPERTS, _HIDDEN, _HIDDEN)[mine] / 4)
+
+    def forward(self, rows_RH: Tensor, counts_e: Tensor) -> Tensor:
+        """Return what each row's expert makes of it."""
+        return torch.tanh(loop_product(rows_RH, self.weight, counts_e))
+
+
+class Visit(nn.Module):
+    """Bring each token to its experts and their answers back."""
+
+    def __init__(self, group: dist.ProcessGroup | None, places: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.group, self.places = group, places
+
+    def forward(self, x_TH: Tensor, chosen_Tk: Tensor, experts: Experts) -> Tensor:
+        """Return the answers of each token's experts, (T, k, H), in the order of `chosen_Tk`."""
+        rows_RH, counts_E, order_R = permute(x_TH, chosen_Tk, _EXPERTS)
+        if self.group is None:
+            rows_RH = experts(rows_RH, counts_E)
+        else:
+            rows_RH, handle = dispatch(rows_RH, counts_E, self.group)
+            rows_RH = combine(experts(rows_RH, handle.counts_e), handle)
+        return rows_RH[self.places(order_R)].unflatten(0, chosen_Tk.shape)
+
+
+class Combine(nn.Module):
+    """Weigh the answers of a token's experts and add them."""
+
+    def __init__(self, weigh: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weigh = weigh
+
+    def forward(self, answers_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
+        """Return what the experts add to the stream."""
+        return (answers_TkH * self.weigh(weights_Tk)[..., None]).sum(1)
+
+
+class MixtureLayer(nn.Module):
+    """A layer of one process, or this rank's part of it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, fault: str) -> None:
+        super().__init__()
+        each = _EXPERTS // (group.size() if group else 1)
+        first = each * (group.rank() if group else 0)
+        if fault == "experts":
+            first = (first + each) % _EXPERTS
+        self.router, self.experts = Router(), Experts(slice(first, first + each))
+        self.visit = Visit(group, (lambda order: order) if fault == "visit" else Tensor.argsort)
+        self.combine = Combine((lambda w: (w + w.detach()) / 2) if fault == "combine" else Tensor.clone)
+        self.shared = nn.Linear(_HIDDEN, _HIDDEN)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Return the stream behind the layer."""
+        weights_Tk, chosen_Tk = self.router(x_TH)
+        return x_TH + self.combine(self.visit(x_TH, chosen_Tk, self.experts), weights_Tk) + self.shared(x_TH)
+
+
+class MixtureJob(Sealed):
+    """A job on four ranks: each has its own tokens, a quarter of the experts, and copies of everything else."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def alone(self) -> nn.Sequential:
+        """Return the model of one process."""
+        return self._model(None)
+
+    def split(self) -> nn.Sequential:
+        """Return this rank's part of the model."""
+        return self._model(dist.group.WORLD)
+
+    def _model(self, group: dist.ProcessGroup | None) -> nn.Sequential:
+        torch.manual_seed(self._number)
+        part, layer, rank = _fault(self._number)
+        here = group is not None and (part in ("combine", "router", "shared") or group.rank() == rank)
+        return nn.Sequential(
+            *(MixtureLayer(group, part if here and i == layer else "") for i in range(LAYERS))
+        ).double()
+
+    def loss(self, model: nn.Sequential) -> Tensor:
+        """Return the mean over this rank's tokens; of the model of one process, over the tokens of all ranks in order."""
+        dice = torch.Generator().manual_seed(self._number)
+        x_RTH, y_RTH = torch.randn(2, RANKS, _TOKENS, _HIDDEN, generator=dice, dtype=torch.float64)
+        mine = slice(None) if model[0].visit.group is None else slice(dist.get_rank(), dist.get_rank() + 1)
+        return (model(x_RTH[mine].flatten(0, 1)) - y_RTH[mine].flatten(0, 1)).square().mean()
+
+    @torch.no_grad()
+    def update(self, model: nn.Sequential, rate: float = 0.1) -> None:
+        """After backward: make gradients those of the step's loss, the mean over ranks, take a step, move the biases."""
+        part, odd, _ = _fault(self._number)
+        for i, layer in enumerate(model):
+            group = layer.visit.group
+            for name, child in layer.named_children():
+                for parameter in child.parameters():
+                    if group and name != "experts" and (name, i) != ("shared", odd if part == "shared" else None):
+                        dist.all_reduce(parameter.grad)
+                    parameter -= rate * parameter.grad / (group.size() if group else 1)
+            if group and (part, odd) != ("router", i):
+                dist.all_reduce(layer.router.load)
+            layer.router.bias += rate * (1 - layer.router.load / layer.router.load.mean())
+        model.zero_grad()
+
+
+@check(
+    idea="A rank computes other ranks' tokens, so what is wrong on one rank shows on others; and a step has values, "
+    "gradients, and what it leaves behind.",
+    section="Gradients: edp for experts, dp x cp for the rest, one divisor for both",
+    line="Compare outputs of parts with this rank's tokens of one process, in the order of forward; where `visit` is off first, "
+    "compare the experts' weights with one process; then gradients of outputs in the order of backward; then parameters and "
+    "buffers after `update`.",
+    kind="fault",
+)
+def find_fault(answer: Callable[[MixtureJob], Any], seed: int = 13) -> str:
+    """Judge `find_fault(job)`: None, or (part, "forward", "backward" or "update", ranks), for jobs on four ranks."""
+    dice = random.Random(seed)
+    drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in (*range(len(_FAULTS)), 1)]
+    dice.shuffle(drawn)
+    found = ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=MixtureJob)
+    for number, by_rank in zip(drawn, found, strict=True):
+        said = [_read_fault(each) for each in by_rank]
+        refuse("", ("Ranks say different things about one job: what one of them sees, all must know, so let them exchange it",
+                    any(each != said[0] for each in said)))  # fmt: skip
+        _judge_fault(said[0], *_fault(number))
+    return (
+        f"{len(drawn)} jobs: a rank that had loaded other experts than its own, as DeepSpeed 6589 reports; answers put to the "
+        "wrong tokens, as in torchtitan 3604; weights whose gradient was wrong under right outputs, as in transformers 48689; a "
+        "bias moved by a rank's own counts; a shared expert taken for one of ep's, as in Megatron-Bridge 6009."
+    )
+
+
+def _read_fault(given: Any) -> tuple[str, str, list[int]] | None:
+    if given is None:
         return None
-    split = {}
-    for axis, size in attention.items():
-        split |= {"ep": ep, "edp": size // ep} if axis == "dp" else {axis: size}
-    return _Place(rank, attention, split, experts, chosen).places
+    told = 'Return None, or (part, such as "1.router", "forward", "backward" or "update", list of ranks).'
+    parts = by_name(list(given) if isinstance(given, tuple) else given, "part", "moment", "ranks", otherwise=told)
+    ranks = sorted({whole(rank, "A rank") for rank in numbers(parts["ranks"], "ranks")})
+    return ".".join(str(parts["part"]).split(".")[:2]), str(parts["moment"]).lower(), ranks
 
 
-def _whole_list(values: Any, what: str) -> list[int]:
-    values = values.reshape(-1) if hasattr(values, "reshape") else values  # a part of a grid of ranks
-    return [whole(each, f"A number in {what}") for each in numbers(values, what)]
+_MOMENT = {"experts": "forward", "visit": "forward", "combine": "backward", "router": "update", "shared": "update"}
+_PASSED_OVER = {
+    "forward": "You find nothing in a job whose outputs are not those of one process",
+    "backward": "You find nothing in a job whose outputs are all right: compare gradients too, before they are averaged",
+    "update": "You find nothing in a job whose outputs and gradients are all right: compare parameters and buffers after "
+    "`job.update`",
+}
 
 
-def _judge_holds(found: list[int], right: _Place, rank: int, ep: int, experts: int, case: str) -> None:
-    each, mine = len(right.holds), right.at
-    slips = [
-        (f"A rank holds {each} of the experts, one part in ep={ep}, and not all of them", list(range(experts))),
-        (f"Experts are dealt out in turns here: a rank holds {each} neighbouring ones", list(range(mine, experts, ep))),
-        (f"Position on the ep axis is not rank % ep here: {_stride(right)}",
-         [expert + rank % ep * each - mine * each for expert in right.holds]),
-    ]  # fmt: skip
-    if sorted(found) == right.holds:
+def _judge_fault(said: tuple[str, str, list[int]] | None, part: str, layer: int, rank: int) -> None:
+    moment, ranks = _MOMENT.get(part, ""), [rank] if _MOMENT.get(part) == "forward" else list(range(RANKS))
+    if said is None or not part:
+        refuse("", ("A job in which nothing is wrong is accused", said), (_PASSED_OVER.get(moment, ""), part))
         return
-    recognize(sorted(found), case, slips)
+    name, when, where = said
     refuse(
-        case,
-        ("This looks like (start, stop): return the experts themselves, as range(start, stop)",
-         found == [right.holds[0], right.holds[-1] + 1]),
-        (f"A rank holds experts / ep = {each} experts, and not {len(found)}", len(found) != each),
-        (f"It holds experts {right.holds}, since its position on the ep axis is {mine}: {_stride(right)}", True),
-    )  # fmt: skip
-
-
-def _stride(right: _Place) -> str:
-    return f"neighbours on that axis are {right.folded.strides['ep']} ranks apart"
-
-
-def _judge_sends(
-    found: list[int], right: _Place, rank: int, ep: int, experts: int, chosen: Sequence[int], case: str
-) -> None:
-    if found == right.sends_to:
-        return
-    each, first = experts // ep, rank // ep * ep
-    outside = [target for target in found if target not in right.ep_group]
-    missed = [(expert, to) for expert, to, given in zip(chosen, right.sends_to, found, strict=False) if to != given]
-    refuse(
-        case,
-        (f"`sends_to` has a rank for each of the {len(chosen)} chosen experts, in their order", len(found) != len(chosen)),
-        ("`sends_to` has positions on the ep axis: position i is the i-th rank of this rank's own ep group, "
-         f"{right.ep_group}", found == [expert // each for expert in chosen]),
-        (f"`sends_to` takes the ranks of an ep group to be neighbours: {_stride(right)}",
-         found == [first + expert // each for expert in chosen]),
-        (f"`sends_to` takes experts to be dealt out in turns; rank 0 of a group has the first {each}",
-         found == [right.ep_group[expert % ep] for expert in chosen]),
-        (f"`sends_to` is in another order than the chosen experts {list(chosen)}", sorted(found) == sorted(right.sends_to)),
-        (lambda: f"Tokens travel inside the rank's ep group {right.ep_group}, and rank {outside[0]} is not in it", outside),
-        (lambda: "Expert {} lives on rank {} of this ep group".format(*missed[0]), True),
-    )  # fmt: skip
-
-
-def _judge_average(name: str, given: Any, right: _Place, rank: int, case: str) -> None:
-    what = {"expert": "an expert's gradient", "other": "any other gradient"}[name]
-    otherwise = f"`{name}` is a pair: the ranks over which {what} is summed, and what the sum is divided by."
-    given, divisor = pair(given, otherwise, "ranks", "divisor")
-    ranks, divisor = sorted(_whole_list(given, f"`{name}`")), whole(divisor, f"The divisor of `{name}`")
-    truth = getattr(right, name)
-    if ranks != truth:
-        _explain_group(name, ranks, right, rank, case)
-    if divisor == right.divisor:
-        return
-    sizes = {axis: right.attention.size(axis) for axis in right.attention.order}
-    both = f"dp · cp = {right.divisor}"
-    refuse(
-        case,
-        (f"Divided by {divisor}, the ranks of its group, an expert's gradient is {right.divisor / len(truth):g} times what it "
-         f"should be: their copies together have seen the tokens of {both} losses, so divide by that",
-         name == "expert" and divisor == len(truth)),
-        (f"The cp ranks have tokens of their own: divide by {both}", divisor == sizes["dp"]),
-        (f"The sum over the ranks is not divided here: the loss is a mean, so divide by {both}", divisor == 1),
-        (f"tp and pp ranks work on the same tokens: of the losses {both} are averaged",
-         divisor in (right.divisor * sizes["tp"], right.divisor * sizes["pp"], right.attention.ranks)),
-        (f"The step's loss is the mean of {both} losses, so {what} is divided by that, and not by {divisor}", True),
-    )  # fmt: skip
-
-
-def _explain_group(name: str, found: list[int], right: _Place, rank: int, case: str) -> NoReturn:
-    truth, expert = getattr(right, name), name == "expert"
-    grid, told, split = (right.folded, "edp", "etp") if expert else (right.attention, "dp and cp", "tp")
-    at = grid.coordinates(rank)
-
-    def outside(axis: str) -> bool:
-        return any(grid.coordinates(each)[axis] != at[axis] for each in found if 0 <= each < grid.ranks)
-
-    refuse(
-        case,
-        (f"`{name}` names a rank twice, and its gradient would be counted twice", len(set(found)) < len(found)),
-        (f"There are tp · cp · dp · pp = {grid.ranks} ranks, counted from 0: both grids cover the same ones, and ep is no "
-         "factor beside dp", max(found, default=0) >= grid.ranks),
-        (f"Rank {rank} is in its own groups, and missing from `{name}`", rank not in found),
-        ("The cp ranks hold the same weights and see other tokens: `other` is over cp as well",
-         not expert and found == right.attention.group(rank, "dp")),
-        (f"This mixes gradients of different experts: only {truth} hold these", expert and found == right.other),
-        (f"The ep group holds different experts, and their gradients have nothing in common: the copies of an expert are on "
-         f"{truth}", expert and found == right.ep_group),
-        (f"Only experts have their copies there: any other weight is alike on {truth}",
-         not expert and found in (right.expert, right.ep_group)),
-        (f"Ranks of other stages hold other layers: `{name}` stays inside a stage", lambda: outside("pp")),
-        (f"Ranks at another position on {split} hold another part of each matrix: `{name}` leaves {split} out",
-         lambda: outside(split)),
-        (f"`{name}` is over {some(truth)}, the ranks that differ in {told} only, not over {some(found)}", True),
+        "",
+        (f"The fault shows in {moment} first, and you say {when}: what is wrong there makes all later things wrong",
+         when != moment),
+        (f"You name `{name}`, and what it got was wrong already, or what it made was right: follow {moment} to the first part "
+         "that makes wrong of right", name.partition(".")[0] != str(layer)),
+        (f"You name `{name}`, and its own weights and steps are right: the answers come from experts that live elsewhere, "
+         "which may be other experts than they should be", part == "experts" and name != f"{layer}.experts"),
+        (f"You name `{name}`, and it did with what it got what it does in one process", name != f"{layer}.{part}"),
+        (f"`{name}` it is, but not on ranks {some(where)}: a rank whose tokens come back wrong need not be the one that is ill, "
+         "since other ranks compute them", where != ranks == [rank]),
+        (f"`{name}` it is, and not on ranks {some(where)} alone: let ranks exchange what they find", where != ranks),
     )  # fmt: skip

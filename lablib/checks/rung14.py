@@ -15,6 +15,7 @@ from lablib.calc.runs import ReplicaGroups, group_goodput, lost_time, simulate_g
 from lablib.checks.judging import (
     Order,
     Sealed,
+    Wrong,
     as_float,
     by_name,
     check,
@@ -30,6 +31,11 @@ from lablib.checks.judging import (
 from lablib.toys.replica_groups import Job, State
 
 __all__ = ["WatchedJob", "choose_timeout", "find_first_wrong", "plan_groups", "take_part", "watched_job"]
+
+
+def _refuse_asking(answer: object) -> None:
+    if any(name.startswith(f"{__name__}._") for name in getattr(answer, "called", ())):
+        raise Wrong("All of it is right, and this check answers for you: work it out yourself.")
 
 
 # --- how long a silence may be ------------------------------------------------------------------------------
@@ -61,6 +67,7 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
     dice = random.Random(seed)
     days = [([0.1] * 50 + [0.5, 3.0], 4, 3, 20.0), ([0.1] * 50 + [0.5, 3.0], 0, 3, 20.0)]
     days.append(([0.1] * 200 + [1.0] * 10 + [30.0], 2, 8, 400.0))
+    days.append(([0.1] * 50 + [1.0] * 10 + [1.3] * 10, 0, 11, 12.0))  # a false alarm is dear for having been waited for
     for _ in range(12):
         beat = dice.choice((0.05, 0.1, 0.5))
         pauses = [beat * dice.paretovariate(0.7) for _ in range(dice.randint(3, 30))]
@@ -81,6 +88,7 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
         least, given = (_lost(t, silences, deaths, groups, heal) for t in (best, timeout))
         if given > _SLACK * least + 1e-9:
             _explain_timeout(timeout, best, given, least, silences, deaths, groups, heal, case)
+    _refuse_asking(answer)
     return f"{len(days)} days: none of your timeouts costs 3 % more than the best one."
 
 
@@ -107,6 +115,7 @@ def _explain_timeout(
     alone = best_of(lambda t: _lost(t, silences, deaths, 2, heal))
     free = best_of(lambda t: _lost(t, silences, deaths, groups, 0))
     unwaited = best_of(lambda t: _lost(t, silences, deaths, groups, heal) - _lost(t, silences, 0, groups, 0))
+    late = best_of(lambda t: _lost(t, silences, deaths, groups, heal) - (groups - 1) * t * sum(s > t for s in silences))
     refuse(
         case,
         (f"{timeout:.3g} s is shorter than the ordinary time between two heartbeats, {ordinary:g} s: all are declared dead, "
@@ -118,6 +127,7 @@ def _explain_timeout(
         (f"Who is declared dead and lives must heal, which takes {heal:g} s: false alarms are not free", near(free)),
         ("While a living group is silent the others wait for it, up to the timeout: a long timeout pays for pauses too",
          near(unwaited)),
+        ("Before a false alarm all others have waited for the timeout: that is lost beside the healing", near(late)),
         (f"{timeout:.3g} s costs {given:,.0f} group-seconds, and {best:.3g} s costs {least:,.0f}: weigh deaths and waited pauses, "
          f"which cost {groups - 1} groups, against the {heal:g} s of each false alarm", True),
     )  # fmt: skip
@@ -410,7 +420,6 @@ class _Cluster(NamedTuple):
         return (trained + spares) / self.nodes * goodput(job) * lost.useful
 
 
-@functools.cache
 def _best_plan(cluster: _Cluster) -> tuple[int, int, float]:
     found = []
     for spares in range(cluster.nodes // 4):
@@ -436,8 +445,10 @@ def plan_groups(answer: Callable[..., Any], seed: int = 14) -> str:
             dice.choice((10.0, 60.0)), dice.choice((300.0, 900.0)), dice.choice((3600.0, 86_400.0, 5 * 86_400.0)),
             dice.choice((60.0, 240.0)), dice.choice((0.02, 0.1, 0.3)),
         ))  # fmt: skip
+    clusters.append(_Cluster(100, 8, 400 * 86_400.0, 60.0, 300.0, 5 * 86_400.0, 60.0, 0.3))  # eights leave a rest
     for number, cluster in enumerate(clusters):
         _judge_plan(answer(*cluster), cluster, seed + number)
+    _refuse_asking(answer)
     return f"{len(clusters)} clusters: played, each of your plans is within 1 % of the best one."
 
 
@@ -469,7 +480,7 @@ def _judge_plan(got: Any, cluster: _Cluster, seed: int) -> None:
     ours, theirs = played(*best), played(groups, spares, interval)
     if theirs >= ours - _MARGIN:
         return
-    size = (nodes - spares) // groups
+    size, larger = (nodes - spares) // groups, (nodes - best[1]) // best[0]
     idle = nodes - spares - groups * size
     # What each mistake costs: how much more the plan would do without it.
     costs = {
@@ -483,6 +494,8 @@ def _judge_plan(got: Any, cluster: _Cluster, seed: int) -> None:
     refuse(
         case,
         (f"{idle} nodes neither train nor are spares: they do nothing", main == "idle"),
+        (f"{groups} groups of {size} nodes leave {nodes - groups * size} that do not train, and {best[0]} of {larger} leave "
+         f"{nodes - best[0] * larger}: a rest counts too", main == "size" and size < larger),
         (f"Groups of {size} nodes lose {size} with each that fails, and {least} hold the model", main == "size"),
         ("The interval is Young's for all failures, and most of them stop one group only: a checkpoint is read after those "
          f"that take all, {shared:.0%} of them", main == "interval" and 0.8 < interval / young_interval(cluster.save, node_mtbf / nodes) < 1.25),

@@ -96,31 +96,6 @@ def curves(
     return with_legend(fig, 2)
 
 
-def capacity_curve(
-    capacities: Sequence[float],
-    lines: Mapping[str, tuple[Sequence[float], str]],
-    cards: Mapping[str, tuple[float, float]],
-) -> Figure:
-    """Draw the largest model whose states fit, over a device's memory, with real cards on the first line.
-
-    Args:
-        capacities: GB of device memory, shared by the lines.
-        cards: Name to (GB, billions of parameters): one point each.
-    """
-    fig, ax = figure(height=3.9)
-    dashes = ("-", "--", ":", "-.")
-    for dash, (name, (sizes, role)) in zip(dashes * len(lines), lines.items(), strict=False):
-        ax.plot(capacities, sizes, dash, color=COLORS[role], label=name)
-    for name, (capacity, size) in cards.items():
-        ax.plot(capacity, size, "o", color=COLORS["weights"], markersize=5)
-        # The names hang below the lowest line, where nothing else is drawn.
-        note(ax, name, (capacity, size), (0, -7), rotation=90, ha="center", va="top")
-    ax.set_yscale("log")
-    ax.set_ylim(bottom=0.3)
-    ax.set(xlabel="device memory (GB)", ylabel="largest model (billion parameters)")
-    return with_legend(fig, 2)
-
-
 #: What a layer of the step is called in the legend, from the axis upwards, and its role in `COLORS`.
 LAYERS = {
     "weights": ("weights", "weights"),

@@ -7,7 +7,7 @@ with seed + epoch, the same list on every rank, and gives rank r of n the places
 the n ranks together take the next `global_batch` places of that list, whatever n is: the same samples, divided
 in another way. The gradients then differ by rounding only, and so do the loss curves.
 
-SIGTERM (a preempted machine) ends the run after the current step with a checkpoint and exit code 0.
+SIGTERM (a preempted machine) ends the run after the current step with a checkpoint; ranks exit with 0, torchrun with 1.
 `--resume` continues from the checkpoint on as many ranks as you like; on several machines the file must lie
 where all of them see it.
 """
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--text",
         type=Path,
-        help="train on this file; by default on Python's own manual",
+        help="train on this file; by default on the course's own prose",
     )
     parser.add_argument(
         "--max-tokens", type=int, help="use only the beginning of the text"

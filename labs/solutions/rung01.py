@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from lablib.launch.measure import LiveBytes
+from torch.utils.checkpoint import checkpoint
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -19,34 +27,63 @@ def bytes_per_parameter(weights, gradients, master, optimizer):
     return BYTES[weights] + gradient_bytes + master_bytes + moments[optimizer]
 
 
-def fits(params, gpus, capacity_gib, strategy):
-    """Divide what the strategy shards by the number of GPUs, then compare bytes with bytes."""
-    weights, gradients, optimizer = 2 * params, 2 * params, 12 * params
-    if strategy == "ddp":
-        needed = weights + gradients + optimizer
-    elif strategy == "zero-1":
-        needed = weights + gradients + optimizer / gpus
-    elif strategy == "zero-2":
-        needed = weights + (gradients + optimizer) / gpus
-    else:  # zero-3 shards everything; tensor parallelism splits every matrix, its gradient and its moments
-        needed = (weights + gradients + optimizer) / gpus
-    return needed / 1e9, needed <= capacity_gib * 2**30
+def train_within(model, batches, adamw, device):
+    """Take the fullest choice, and the next one whenever the device is full."""
+    optimizer = adamw(model.parameters(), fused=True)
+    own = [block.forward for block in model.blocks]
+    # What costs no FLOPs comes first: fewer sequences at a time.
+    sizes = range(len(batches[0]), 0, -1)
+    choices = [(size, again) for again in (False, True) for size in sizes]
+
+    def passes(batch, size, again):
+        for block, run in zip(model.blocks, own, strict=True):
+            twice = partial(checkpoint, run, use_reentrant=False)
+            block.forward = twice if again else run
+        total = 0.0
+        for part in batch.split(size):
+            loss = model.loss(part) * (len(part) / len(batch))
+            loss.backward()
+            total += loss.item()
+        return total
+
+    losses = []
+    for batch in batches:
+        while True:
+            try:
+                losses.append(passes(batch, *choices[0]))
+                break
+            except torch.OutOfMemoryError:
+                choices.pop(0)
+            # Out of the except clause the attempt's frames are gone.
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
-def block_activations(seq, batch, hidden, heads, attention, recompute):
-    """Count what one GPT block keeps for backward: bf16 values 2 bytes, dropout masks 1 byte."""
-    tokens_by_hidden = seq * batch * hidden
-    if recompute == "full":
-        return 2 * tokens_by_hidden  # the block's input
-    linear = (
-        11 * tokens_by_hidden + 19 * tokens_by_hidden + 4 * tokens_by_hidden
-    )
-    if attention == "fused":
-        return linear
-    scores = heads * seq * seq * batch
-    return (
-        linear + (2 + 1 + 2) * scores
-    )  # softmax output, dropout mask, dropout output
+def find_surplus(job):
+    """Count after each part, and compare with the other rank."""
+    job.start()
+    mine = []
+    with LiveBytes() as live:
+        for step in range(job.steps):
+            for part in job.parts:
+                live.peak = live.live
+                getattr(job, part)(step)
+                mine.append((step, part, live.live, live.peak))
+    both = [None] * dist.get_world_size()
+    dist.all_gather_object(both, mine)
+    other = both[1 - dist.get_rank()]
+    over, found = [], None
+    for (step, part, held, most), (*_, h, m) in zip(mine, other, strict=True):
+        if found is None and (held > h or most > m):
+            found = part, step
+        if found and part == job.parts[-1]:
+            over.append(held - h)  # what the step leaves
+    if found is None:
+        return None
+    grows = all(later > now for now, later in pairwise(over))
+    return *found, grows
 
 
 def run_memory(shape, optimizer, seq, batch, recompute, loss):

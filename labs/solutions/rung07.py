@@ -110,32 +110,35 @@ def copied(what):
     return {"dp", "tp"} if what.endswith("scale") else {"dp"}
 
 
-def plan_cluster(case):
-    """Fill the node with tp, let memory decide pp, replicate the rest."""
-    layouts = {
-        # 76B: 20 bytes a parameter over tp x pp = 32 are 49 GB;
-        # ZeRO-1 leaves 11, and nothing need be recomputed.
-        "gpt-76b": {
-            "tp": 8,
-            "pp": 4,
-            "dp": 32,
-            "zero": 1,
-            "schedule": "interleaved",
-            "virtual_stages": 5,
-        },
-        # 175B on 64: one replica on all of them. 64 micro-batches
-        # are 8 a rank; only the scores are recomputed.
-        "gpt-175b": {"tp": 8, "pp": 8, "dp": 1, "recompute": "selective"},
-        # 405B: 2,048 sequences over 128 replicas are 16
-        # micro-batches, one a rank, so each rank has many stages.
-        # With eight, ZeRO-1 leaves no room; ZeRO-2 shards gradients.
-        "llama-405b": {
-            "tp": 8,
-            "pp": 16,
-            "dp": 128,
-            "zero": 2,
-            "schedule": "interleaved",
-            "virtual_stages": 8,
-        },
-    }
-    return layouts[case]
+def plan_cluster(job):
+    """Enumerate, drop what does not fit, and lose as little as you can.
+
+    tp fills the node, and replicas share their optimizer. What is left
+    to lose is the bubble and what is computed again: a third of a step,
+    or a few percent where attention alone is.
+    """
+    again = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
+    best, least = None, float("inf")
+    for pp in range(1, job.model.num_layers + 1):
+        dp, left = divmod(job.gpus, job.gpus_per_node * pp)
+        if left or job.global_batch % dp:
+            continue
+        micro_batches = job.global_batch // dp
+        for stages in range(1, 17):  # of each rank
+            bubble = (pp - 1) / (stages * micro_batches)
+            for recompute, more in again.items():
+                time = (1 + bubble) * (1 + more)
+                if time >= least:
+                    continue
+                layout = {
+                    "tp": job.gpus_per_node,
+                    "pp": pp,
+                    "dp": dp,
+                    "zero": 1 if dp > 1 else 0,
+                    "recompute": recompute,
+                    "schedule": "interleaved" if stages > 1 else "1f1b",
+                    "virtual_stages": stages,
+                }
+                if job.peak(**layout) <= job.memory:
+                    best, least = layout, time
+    return best

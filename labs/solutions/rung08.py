@@ -2,79 +2,77 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
+import torch.distributed as dist
 from lablib.launch.precision import product_error, through
 
 
-def round_to(x, exponent_bits, mantissa_bits):
-    """The gap at x, a whole number of gaps, and infinity beyond the largest."""
-    bias = 2 ** (exponent_bits - 1) - 1
-    # frexp gives x = m * 2^e with m in [0.5, 1), so the power of two below |x| is 2^(e-1).
-    exponent = max(
-        math.frexp(x)[1] - 1, 1 - bias
-    )  # subnormals keep the gap of the smallest normal numbers
-    gap = 2.0 ** (exponent - mantissa_bits)
-    rounded = round(x / gap) * gap  # Python's round takes the even one of two
-    largest = (2 - 2.0**-mantissa_bits) * 2.0**bias
-    return rounded if abs(rounded) <= largest else math.copysign(math.inf, x)
-
-
-def scaler_step(weights, gradients, scale, good_steps, lr, interval):
-    """To fp32, divided by the scale, and only if all of it is finite."""
-    unscaled = [gradient.float() / scale for gradient in gradients]
-    if not all(gradient.isfinite().all() for gradient in unscaled):
-        return weights, scale / 2, 0
-    weights = [
-        weight - lr * gradient
-        for weight, gradient in zip(weights, unscaled, strict=True)
-    ]
-    if good_steps + 1 == interval:
-        return weights, 2 * scale, 0
-    return weights, scale, good_steps + 1
-
-
 def what_breaks(name, activation, gradients, scale, weight, update, master):
-    """Range above, range below, and precision: each against the bits of the format."""
-    exponent_bits, mantissa_bits = {"fp16": (5, 10), "bf16": (8, 7)}[name]
+    """Range above, range below, and precision: each is asked of a cast."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+    def cast(value):
+        return torch.tensor(value, dtype=torch.float64).to(dtype)
+
     smallest, largest = gradients
-    rounded = {
-        key: round_to(value, exponent_bits, mantissa_bits)
-        for key, value in {
-            "activation": activation,
-            "smallest": scale * smallest,
-            "largest": scale * largest,
-            "moved": weight + update,
-        }.items()
-    }
     broken = set()
-    if math.inf in (rounded["activation"], rounded["largest"]):
+    if cast(activation).isinf() or cast(scale * largest).isinf():
         broken.add("overflow")
-    if rounded["smallest"] == 0:
+    if cast(scale * smallest) == 0:
         broken.add("underflow")
-    if rounded["moved"] == weight and not master:
+    if not master and cast(weight + update) == weight:
         broken.add("stall")
     return broken
 
 
-def fp8_round_trip(x, rows, columns):
-    """Cut into blocks, bring each one's largest magnitude to 448, cast, and go back."""
-    blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = torch.where(largest > 0, largest / 448, 1.0)
-    values = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (values.float() * scale).reshape(x.shape)
+def train_step(model, optimizer, schedule, scaler, micro_batches, max_norm):
+    """Average what still carries the scale, so that all ranks see one."""
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss / len(micro_batches)).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    before = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() >= before:  # it falls if the step was skipped
+        schedule.step()
 
 
-def mx_blocks():
-    """E4M3 ends at 448, which is 1.75 times 256; scales round down, to even, up."""
-    rest = [0.0] * 31
-    return {
-        "floor": [500.0, *rest],  # above 496, where even takes the next power
-        "even": [480.0, *rest],  # between 448 and 496
-        "none": [300.0, *rest],  # ceil takes 2, where 1 is enough
-    }
+def through_cast(x, dtype=torch.bfloat16):
+    """Whether x has the bits of the dtype alone, whatever its own is."""
+    return torch.equal(x, x.to(dtype).to(x.dtype))
+
+
+def lost_bits(job):
+    """All four phases on every rank, and the first with too few bits."""
+    model, found = job.model(), []
+
+    def look(tensors, phase, dtype=torch.bfloat16):
+        for name, x in tensors:
+            if through_cast(x, dtype):
+                found.append((name.removesuffix(".weight"), phase))
+
+    for name, part in model.named_modules():
+        if name.endswith(("norm", "router")):  # meant to be fp32
+            part.register_forward_hook(
+                lambda part, args, y, name=name: look([(name, y)], "forward")
+            )
+    job.loss(model).backward()
+    named = list(model.named_parameters())
+    gradients = [(name, p.grad) for name, p in named]
+    look(gradients, "backward", torch.float16)
+    job.average(model)
+    gradients = [(name, p.grad) for name, p in named]
+    look(gradients, "average")
+    job.update(model)
+    look(named, "update")
+    return found[0] if found else None
 
 
 def block_recipe(units, layers, limit):

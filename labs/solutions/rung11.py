@@ -2,77 +2,117 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import sqrt
 from statistics import fmean
 
 
-def next_samples(epoch_order, count, taken, batch, rank, ranks):
-    """Write the batch down as one rank would take it, then take every ranks-th of it."""
-    wanted = []
-    for place in range(taken, taken + batch):
-        epoch, position = divmod(place, count)
-        wanted.append(epoch_order(epoch)[position])
-    return wanted[rank::ranks]
+def keep_training(task, folder):
+    """All that a step depends on is saved, each time to a new folder, and the newest whole one is loaded."""
+    import os
 
-
-def noise_scale(small, big, batch_small, batch_big):
-    """Two means, two equations, one ratio."""
-    a, b = fmean(small), fmean(big)
-    signal = (batch_big * b - batch_small * a) / (batch_big - batch_small)
-    noise = (a - b) / (1 / batch_small - 1 / batch_big)
-    return {"signal": signal, "noise": noise, "examples": noise / signal}
-
-
-def checkpoint_every(
-    step_seconds, save_seconds, gpu_hours_between_failures, gpus
-):
-    """Young's interval, in whole steps, and never less than one."""
-    mtbf = 3600 * gpu_hours_between_failures / gpus
-    return max(1, round(sqrt(2 * save_seconds * mtbf) / step_seconds))
-
-
-def diagnose(seen):
-    """Does it hang? Do the first two steps agree with one process? Then count."""
-    if seen.hangs:
-        calls = list(zip(*seen.calls, strict=False))
-        if any(len(set(entry)) > 1 for entry in calls):
-            return "mismatched collectives"
-        gaps = [{b - a for a, b in pairwise(mine)} for mine in seen.batches]
-        return (
-            "skipped batch"
-            if any(len(gap) > 1 for gap in gaps)
-            else "uneven data"
-        )
-    if any(len(set(mine)) < len(mine) for mine in seen.batches):
-        return "data seen again"
-    if seen.layout == "tensor parallel":
-        return (
-            "equal seeds" if len(set(seen.weight_norms)) == 1 else "healthy"
-        )
-    if seen.sharded:
-        half = 4 * seen.parameters / len(seen.state_bytes)
-        return (
-            "unsharded parameter"
-            if max(seen.state_bytes) > 1.2 * half
-            else "healthy"
-        )
-    reduced = [size for op, size in seen.calls[0] if op == "all_reduce"]
-    if len(reduced) > len(seen.losses[0]):
-        return "accumulation that communicates"
-    if min(reduced) < 4 * seen.parameters:
-        return "wrong-dtype reduction"
-    if any(len(set(step)) > 1 for step in zip(*seen.digests, strict=True)):
-        return "silent data corruption"
-    uneven = [max(w) > 1.5 * min(w) for w in zip(*seen.flops, strict=True)]
-    if any(uneven):
-        return "slow rank" if all(uneven) else "straggler that comes and goes"
-    later = zip(seen.norms[0], seen.expected["norms"], strict=True)
-    return (
-        "forgotten zero_grad"
-        if any(abs(a - b) > 1e-2 * b for a, b in later)
-        else "healthy"
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from lablib.launch.ranks import rank_mesh
+    from torch.distributed.checkpoint.state_dict import (
+        get_state_dict,
+        set_state_dict,
     )
+    from torch.distributed.fsdp import fully_shard
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = task.model()
+    for part in (*model, model):
+        fully_shard(part, mesh=rank_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def state(step):
+        weights, moments = get_state_dict(model, optimizer)
+        whole = {"model": weights, "optimizer": moments}
+        mine = {f"random {rank} of {ranks}": torch.get_rng_state()}
+        return {**whole, **mine, "step": step}
+
+    done = [
+        step
+        for step in range(task.steps + 1)
+        if os.path.exists(f"{folder}/{step}/.metadata")
+    ]
+    step = max(done, default=0)
+    if step:
+        saved, path = state(step), f"{folder}/{step}"
+        stored = dcp.FileSystemReader(path).read_metadata()
+        for key in [key for key in saved if key.startswith("random")]:
+            if key not in stored.state_dict_metadata:
+                del saved[key]  # other ranks wrote it: a new state will do
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+        for key in saved:
+            if key.startswith("random"):
+                torch.set_rng_state(saved[key])
+    order = [n for epoch in range(task.steps) for n in task.order(epoch)]
+    while step < task.steps:
+        batch = order[step * task.batch : (step + 1) * task.batch]
+        step += 1
+        optimizer.param_groups[0]["lr"] = task.rate(step)
+        loss = task.loss(model, batch[rank::ranks])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % task.save_every == 0:
+            dcp.save(state(step), checkpoint_id=f"{folder}/{step}")
+        task.log(step, loss)
+
+
+def diagnose(run):
+    """A twin of one process takes the same steps; the first thing that differs is the fault."""
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    twin = run.model()
+    optimizer = torch.optim.AdamW(twin.parameters())
+    order = [n for epoch in range(run.steps) for n in run.order(epoch)]
+
+    def off(mine, right):
+        """Compare this rank's shards with its rows of the whole tensors."""
+        pairs = zip(mine, right, strict=True)
+        shards = ((a.to_local(), b.chunk(ranks)[rank]) for a, b in pairs)
+        return any((a - b).abs().max() > 1e-9 for a, b in shards)
+
+    found = []
+    for step, part in run.parts():
+        if part == "read":
+            batch = order[(step - 1) * run.batch : step * run.batch]
+            wrong = list(run.samples) != batch[rank::ranks]
+        elif part == "forward":
+            losses = [run.loss(twin, batch[r::ranks]) for r in range(ranks)]
+            wrong = abs(run.value - losses[rank].item()) > 1e-9
+        elif part in ("backward", "clip"):
+            if part == "backward":
+                (sum(losses) / ranks).backward()
+            else:
+                torch.nn.utils.clip_grad_norm_(twin.parameters(), run.clip)
+            mine = [p.grad for p in run.weights.values()]
+            wrong = off(mine, [p.grad for p in twin.parameters()])
+        elif part == "rate":
+            rate = optimizer.param_groups[0]["lr"] = run.rate(step)
+            wrong = run.optimizer.param_groups[0]["lr"] != rate
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            wrong = off(run.weights.values(), twin.parameters())
+        found.append((step, part, wrong))
+    seen = [None] * ranks
+    dist.all_gather_object(seen, found)
+    for moment in zip(*seen, strict=True):
+        where = [r for r, (_, _, wrong) in enumerate(moment) if wrong]
+        if where:
+            return moment[0][0], moment[0][1], where
+    return None
 
 
 def audit_mfu(report):

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.site
 
 #: Page to the explorers on it. The first state is the one of the page.
 PAGES = {
-    "book/01_why_distributed": "training",
     "book/04_pipeline_parallelism": "pipeline",
     "book/05_zero": "zero",
     "book/07_3d_parallelism": "mesh",
     "book/choosing_parallelism": "planner",
+    "book/memory_calculator": "training",
     "index": "cluster",
 }
 #: Copied there by the build when npm had it; the browser asks its CDN otherwise.
@@ -183,7 +183,7 @@ def test_an_explorer_answers_as_python_does(context, address, page, python):
     with Live(context, address, page) as live:
         every_control_moved_by_keyboard_shows_pythons_numbers(live)
         the_call_is_shown_on_request_and_follows_the_state(live)
-        if page == "book/01_why_distributed":
+        if page == "book/memory_calculator":
             what_a_control_cannot_take_is_clipped_and_said(live)
         what_has_no_answer_leaves_the_last_one_in_grey(live)
         if page == "index":
@@ -486,7 +486,7 @@ _CONTRAST = """node => {
     ],
 )
 def test_what_the_address_asks_for_and_nobody_knows_is_named(context, address, query, said):
-    with Live(context, address, "book/01_why_distributed", f"?training.{query}") as live:
+    with Live(context, address, "book/memory_calculator", f"?training.{query}") as live:
         note = live.root.locator(".livecalc-unknown")
         assert f"The address asks for {said}" in note.inner_text()
         shown = ", ".join(f"{name}={value}" for name, value in live.first.items())

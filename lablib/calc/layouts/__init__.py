@@ -12,7 +12,7 @@
 Read `meshes` first, then `planner.search`. Chapter 07.
 """
 
-from lablib.calc.layouts.challenge import CASES, Score, plan_case, score
+from lablib.calc.layouts.challenge import CASES, Case, Score, case_peak, plan_case, score
 from lablib.calc.layouts.export import COUNTED, counting_for, export_job, export_layout, export_plan
 from lablib.calc.layouts.guides import FAMILIES, choose, enough_microbatches, microbatch_rule, order_rule, tensor_rule
 from lablib.calc.layouts.local_sgd import exchange_cost, needed_inner_steps
@@ -26,11 +26,13 @@ __all__ = [
     "FAMILIES",
     "VERSIONS",
     "AxisTraffic",
+    "Case",
     "Holding",
     "Mesh",
     "Miniature",
     "Score",
     "axis_bytes",
+    "case_peak",
     "choose",
     "counting_for",
     "enough_microbatches",

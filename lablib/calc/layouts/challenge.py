@@ -2,12 +2,12 @@
 
     score(Layout(tp=8, pp=4, dp=32, recompute="full"), "gpt-76b").points
 
-Three times are compared, all predicted by the same model: yours, the published layout's and that of the planner's first
-choice. So the ratio says how good a layout is, and says nothing about how good the prediction is; the page "How wrong is the
+Three times are compared, all predicted by the same model: yours, that of the published layout, if there is one, and that of
+the planner's first choice. So the ratio says how good a layout is, and says nothing about how good the prediction is; the page "How wrong is the
 planner?" says that.
 
-Every case is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given. All of the
-layout is yours.
+Every case of `CASES` is a row of a paper, one of `MEASURED_RUNS`: model, GPUs, batch, sequence, dtypes and attention are given.
+All of the layout is yours.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from lablib.calc.layouts.planner import (
     PART_NAMES,
     Candidate,
     Layout,
+    Peak,
     Plan,
     Run,
+    Workload,
     check_layout,
     counting_of_run,
     layout_peak,
@@ -57,6 +59,11 @@ class Case:
         """The layout of the row: what the paper prints or the row assumes, and what both leave out as the planner would choose it."""
         return predict_run(self.run).layout
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a layout may use: `usable_bytes` less the reserve, as in its plan."""
+        return _load(self.run).cluster.gpu.usable_bytes - RESERVE
+
 
 @dataclass(frozen=True)
 class Score:
@@ -67,10 +74,10 @@ class Score:
         verdict: "cannot be", "does not fit" or "runs".
         memory: Bytes of weights, gradients, optimizer, activations and buffers of a rank at its peak; empty if it
             cannot be.
-        capacity: Bytes of a device that a layout may use: `usable_bytes` less the reserve, as in the plan of the case.
+        capacity: Bytes of a device that a layout may use.
         term: The largest of them if it does not fit, else "".
         seconds: Predicted seconds of a step by part; empty if it cannot be.
-        to_published: Step time over that of the published layout; None unless it runs.
+        to_published: Step time over that of the published layout; None unless both run.
         to_planner: Step time over that of the planner's first choice, which need not be the fastest; None unless it runs.
         sentences: What the numbers mean, the most important first.
         ties: Whether it runs and no layout of the plan is ahead of it; see `Plan.ties`.
@@ -113,17 +120,12 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
     Raises:
         ValueError: If the case is unknown. A layout that cannot be is no error: its score says so.
     """
-    one = case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
-    run, load = one.run, replace(workload_of_run(one.run), cp_way=CP_WAY)
-    capacity = load.cluster.gpu.usable_bytes - RESERVE
+    one = _case_of(case)
+    run, load, capacity = one.run, _load(one.run), one.capacity
     empty = ({}, capacity, "", {}, None, None)
     try:
         given = layout if isinstance(layout, Layout) else _layout(layout)
-        check_layout(
-            given, run.model, gpus=run.gpus, seq=run.seq, global_batch=run.global_batch,
-            sequence_parallel=run.sequence_parallel, cp_way=CP_WAY,
-        )  # fmt: skip
-        peak = layout_peak(load, given, counting_of_run(run, max(given.zero, run.zero or 0)))
+        peak = case_peak(given, one)
     except ValueError as error:
         kept = layout if isinstance(layout, Layout) else None
         return Score(one, kept, "cannot be", *empty, (f"This cannot be: {error}.",))
@@ -134,22 +136,47 @@ def score(layout: Layout | Mapping[str, int | str], case: str | Case) -> Score:
         text = _too_large(one, given, memory, total, capacity, term)
         return Score(one, given, "does not fit", memory, capacity, term, seconds, None, None, (text,))
     step = sum(seconds.values())
-    published = sum(predict_run(run).seconds.values())
-    found, mine = plan_case(one.name), Candidate(given, seconds, peak)
+    try:
+        published = sum(predict_run(run).seconds.values())
+    except ValueError:  # the degrees of its row do not go into another number of GPUs
+        published = None
+    found, mine = plan_case(one), Candidate(given, seconds, peak)
     return Score(
-        one, given, "runs", memory, capacity, "", seconds, step / published, step / found.best.step,
+        one, given, "runs", memory, capacity, "", seconds, published and step / published, step / found.best.step,
         _sentences(one, mine, published, found.best, capacity), found.ties(mine),
     )  # fmt: skip
 
 
-def plan_case(case: str) -> Plan:
+def case_peak(layout: Layout, case: Case) -> Peak:
+    """Return the peak of a layout for a cluster.
+
+    Raises:
+        ValueError: If there can be no such layout; it names what does not divide.
+    """
+    run = case.run
+    check_layout(
+        layout, run.model, gpus=run.gpus, seq=run.seq, global_batch=run.global_batch,
+        sequence_parallel=run.sequence_parallel, cp_way=CP_WAY,
+    )  # fmt: skip
+    return layout_peak(_load(run), layout, counting_of_run(run, max(layout.zero, run.zero or 0)))
+
+
+def plan_case(case: str | Case) -> Plan:
     """Return the planner's layouts for a case, with nothing but the job fixed."""
-    return _planned(one_of("case", case, CASES))
+    return _planned(_case_of(case).run)
+
+
+def _case_of(case: str | Case) -> Case:
+    return case if isinstance(case, Case) else CASES[one_of("case", case, CASES)]
 
 
 @cache
-def _planned(name: str) -> Plan:
-    run = CASES[name].run
+def _load(run: Run) -> Workload:
+    return replace(workload_of_run(run), cp_way=CP_WAY)
+
+
+@cache
+def _planned(run: Run) -> Plan:
     return plan(
         run.model, gpus=run.gpus, gpu=run.gpu, seq=run.seq, global_batch=run.global_batch, nic=run.nic,
         rails=run.rails, recipe_=run.recipe, attention=run.attention, sequence_parallel=run.sequence_parallel,
@@ -178,11 +205,12 @@ def _too_large(case: Case, layout: Layout, memory: dict[str, int], total: int, c
     )
 
 
-def _sentences(case: Case, mine: Candidate, published: float, best: Candidate, capacity: int) -> tuple[str, ...]:
+def _sentences(case: Case, mine: Candidate, published: float | None, best: Candidate, capacity: int) -> tuple[str, ...]:
     layout, seconds = mine.layout, mine.seconds
+    theirs = f"{mine.step / published:.2f} times the published layout's {published:.2f} s and " if published else ""
     found = [
-        f"{mine.step:.2f} s a step: {mine.step / published:.2f} times the published layout's {published:.2f} s and "
-        f"{mine.step / best.step:.2f} times that of the planner's first choice, {best.step:.2f} s."
+        f"{mine.step:.2f} s a step: {theirs}{mine.step / best.step:.2f} times that of the planner's first choice, "
+        f"{best.step:.2f} s."
     ]
     machine = workload_of_run(case.run).cluster
     if layout.tp > machine.gpus_per_node and seconds["tp"] > LARGE_SHARE * mine.step:

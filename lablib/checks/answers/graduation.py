@@ -86,7 +86,7 @@ GOALS = (
          "that trains on it as one process would.", ("packed_step", "choose_split"), above=True),
     Goal("13", "Expert parallelism",
          "You can say where the experts of a mixture live, who sends which tokens where, and over which ranks each "
-         "gradient is averaged.", ("place_experts",), above=True),
+         "gradient is averaged.", ("folded_step", "find_fault"), above=True),
     Goal("14", "Losing machines",
          "You can say what becomes of batch, order of data and weights when a group dies and when it comes back.",
          ("take_part",), above=True),

@@ -98,7 +98,7 @@ class Answer:
             return _written_out(self.function(*case, **named))
 
 
-_ASKED = "This asks the check where it planted the fault: a job at work has nobody to ask, so run it and look."
+_ASKED = "This asks the check where it planted the fault, or what it keeps to itself: at work there is nobody to ask, so run it."
 
 
 def refuse_peeking(answer: object, *hidden: str) -> None:

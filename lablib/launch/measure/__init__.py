@@ -3,13 +3,11 @@
     recorder          every collective and message of a function; PyTorch's flight recorder: which one never ended
     live_memory       bytes of states, and of what autograd saves
     step_time         compute, communication and waiting of a step; traces of every rank
-    noise_scale       the gradient noise scale, from gradients of ranks
 
 Read `recorder` first. Chapters 02 to 11.
 """
 
 from lablib.launch.measure.live_memory import CurrentOperator, LiveBytes, measure_states, saved_activations
-from lablib.launch.measure.noise_scale import measure_noise_scale
 from lablib.launch.measure.recorder import (
     Call,
     CommEvent,
@@ -35,7 +33,6 @@ __all__ = [
     "dump_flight_record",
     "flight_recorder_settings",
     "linear_stack",
-    "measure_noise_scale",
     "measure_states",
     "medians",
     "mismatched_collectives",
