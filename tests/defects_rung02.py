@@ -650,7 +650,7 @@ SENTENCES = {
     "multiplies_twice": "n times too much", "sums": "Nothing is divided", "counts_micro_batches": "that of micro-batches",
     "each_place_by_itself": "same place on other ranks", "never_clears": "still there: clear", "adam": "plain SGD",
     "never_steps": "No weight has changed", "rank_0_trains_for_all": "trained on nothing", "pads_into_one_tensor": "as they are",
-    "trains_a_copy": "not a copy", "reads_no_gradient": "not for other gradients", "asks_the_check": "for its own answer",
+    "trains_a_copy": "not a copy", "reads_no_gradient": "not for other gradients", "asks_the_check": "asks the check",
     "hides_by_the_limit_of_many_ranks": "`hides` says whether", "asks_the_job": "where it planted the fault",
     "without_the_idea_replicas_compared": "a comparison between ranks cannot see it",
     "without_the_idea_weights_compared": "one step later", "without_the_idea_only_lengths": "its direction says",

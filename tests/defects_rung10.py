@@ -122,6 +122,11 @@ class ring_all_reduce:
 
         travel(0)
 
+    def own_numbers_times_a_factor(row, rank, ranks, exchange):
+        """Right on the check's numbers, and nothing that arrives is used."""
+        _ring(row.clone(), rank, ranks, lambda _, to, room, source: exchange(torch.zeros_like(room), to, room, source))
+        row.mul_(sum(100**r for r in range(ranks)) / 100.0**rank)
+
     def sums_returned(row, rank, ranks, exchange):
         """Leaves `row` as it is, and returns the sums."""
         mine = row.clone()
@@ -237,6 +242,9 @@ class fast_all_reduce:
             _double(row, rank, ranks, exchange, rounds=1)
         if ranks == 2:
             row += row
+
+    def own_numbers_and_no_message(row, rank, *case):
+        row.mul_(sum(16**r for r in range(case[0])) / 16.0**rank)
 
     def one_round_too_few(row, rank, ranks, exchange, latency, bandwidth):
         _double(row, rank, ranks, exchange, rounds=ranks.bit_length() - 2)
@@ -367,6 +375,12 @@ class make_hook:
     drops_what_is_left_over = _hooks(_drops_what_is_left_over)
     in_float32 = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat.float(), inside, across) / ranks)
     unchanged = _hooks(lambda flat, inside, across, ranks: flat / ranks)
+    own_gradients_times_a_factor = _hooks(
+        lambda flat, inside, across, ranks: (
+            _in_two_levels(flat, inside, across) * 0
+            + flat * sum(100 ** (r - dist.get_rank()) for r in range(ranks)) / ranks
+        )
+    )
 
     def hosts_of_two(per_host):
         """Knows the machine that it was written on."""
@@ -574,6 +588,8 @@ SENTENCES = {
     "the_whole_sum_before_it_is_cut": "not all of it", "sums": "DDP wants the mean", "divides_by_the_host": "ranks of a host only",
     "nothing_crosses": "nothing came from the other hosts", "only_across": "others of the host are missing",
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
+    "own_numbers_times_a_factor": "no message carried a sum", "own_numbers_and_no_message": "must follow each other",
+    "own_gradients_times_a_factor": "Some elements have the sum and others do not",
     "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
     "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",

@@ -269,6 +269,11 @@ class folded_step:
         job.loss(job.whole()).backward()
         return model, norm
 
+    def copied_from_one_process_by_its_class(job, dense, folded):
+        model, norm = _folded()(job, dense, folded)
+        job.loss(type(model)(job.seed)).backward()
+        return model, norm
+
     def right(job, dense, folded):
         """Divide the loss, and sum in one message a kind, over flattened meshes; the model and norm by name."""
         one, two = (
@@ -480,6 +485,7 @@ SENTENCES = {
     "norm_without_other_experts": "ranks have other norms",
     "norm_counts_copies": "counts copies",
     "copied_from_one_process": "sum what the ranks have",
+    "copied_from_one_process_by_its_class": "sum what the ranks have",
     "all_is_well": "You find nothing in a job",
     "every_job_is_ill": "in which nothing is wrong",
     "without_the_idea_outputs_alone": "compare gradients too",

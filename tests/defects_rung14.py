@@ -312,7 +312,7 @@ SENTENCES = {
     "every_ten_minutes": "would lose",
     "two_groups": "lose 6",
     "no_spares": "too few",
-    "asks_the_check": "answers for you",
+    "asks_the_check": "asks the check",
     "smallest_groups": "a rest counts too",
     "false_alarms_do_not_wait": "Before a false alarm",
     "a_fifth_in_reserve": "too many",

@@ -71,6 +71,8 @@ def test_the_hours_of_the_tables_are_those_of_the_plan():
     assert all(hours_text(study_minutes(rung)) == total for rung, _, _, total in rows)
     readme = re.findall(r"(?m)^\| \[(\d\d) [^|]*\|[^|]*\| (\d+) min \| (\d+) min \|", _text("README.md"))
     assert {rung: (int(a), int(b)) for rung, a, b in readme} == STUDY_MINUTES
+    home = re.findall(r"(?m)^\| \[(\d\d) [^|]*\|[^|]*\| (\d+) min \| \[(\d+) min\]", _text("index.md"))
+    assert {rung: (int(a), int(b)) for rung, a, b in home} == STUDY_MINUTES
 
 
 @pytest.mark.parametrize("rung", STUDY_MINUTES)

@@ -448,9 +448,7 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in range(len(_FAULTS))]
     dice.shuffle(drawn)
-    for number, said in zip(
-        drawn, ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=TrainingJob), strict=True
-    ):
+    for number, said in zip(drawn, ask_ranks(answer, RANKS, drawn, make=TrainingJob), strict=True):
         kind, rank, since = _fault(number)
         found = [_read_surplus(got) for got in said]
         here, there = found[rank], found[1 - rank]

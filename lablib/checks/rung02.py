@@ -471,8 +471,6 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         cases.append((job[0], link[0], job[1], dice.choice([1, 2, 5, 16]), job[2], *link[1:]))
     cases.append((10**9, 2, 1024, 4, 1, 140e12, 25e9))
     gots = [_ask_bottleneck(answer, *case) for case in cases]
-    refuse("", ("This asks the check for its own answer: make it of the seven numbers",
-                f"{__name__}._bottleneck" in getattr(answer, "called", ())))  # fmt: skip
     for key, slips in _BOTTLENECK_SLIPS.items():
         given = [as_float(got[key], f"`{key}`") for got in gots]
         rows = [Row(case, value, _bottleneck(*case)[key]) for case, value in zip(cases, given, strict=True)]

@@ -750,7 +750,7 @@ def _all_ranks() -> tuple[dist.ProcessGroup]:
 def find_fault(answer: Callable[[Job, dist.ProcessGroup], Any], seed: int = 1) -> str:
     """Judge `find_fault(job, group)`: None, or (module, "forward" or "backward", ranks), on two ranks for eight jobs."""
     jobs, tp = _jobs(seed), 2
-    found = ask_ranks(answer, tp, jobs, f"{__name__}._drawn", more=_all_ranks)
+    found = ask_ranks(answer, tp, jobs, more=_all_ranks)
     for job, by_rank in zip(jobs, found, strict=True):
         kind, place, odd = _drawn(job._seed)
         said = [_said(each) for each in by_rank]

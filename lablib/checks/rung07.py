@@ -432,7 +432,7 @@ def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
         job = Job(dice.randrange(10**6))
         kind = _drawn(job.seed)[0]
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
-    found = ask_ranks(answer, 8, list(jobs.values()), f"{__name__}._drawn", more=_its_mesh, patience=60.0)
+    found = ask_ranks(answer, 8, list(jobs.values()), more=_its_mesh, patience=60.0)
     for job, by_rank in zip(jobs.values(), found, strict=True):
         said = [_said(each) for each in by_rank]
         refuse("", ("Ranks say different things about one job: what one of them sees all must know, so let them exchange it",

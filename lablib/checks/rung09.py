@@ -819,9 +819,7 @@ def faulty_part(answer: Callable[[TrainingJob], Any], seed: int = 90) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(100) + kind for kind in (*range(len(_FAULTS)), 0, 3)]
     dice.shuffle(drawn)
-    for number, said in zip(
-        drawn, ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=TrainingJob), strict=True
-    ):
+    for number, said in zip(drawn, ask_ranks(answer, RANKS, drawn, make=TrainingJob), strict=True):
         kind, rank, *where = _fault(number)
         found = [_read_part(got) for got in said]
         here, there = found[rank], found[1 - rank]

@@ -206,6 +206,8 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
          "travel at the same time", longest == numel > max(sizes)),
         (f"A chunk of {longest} elements travels where {max(sizes)} do: in every step all ranks wait for the longest chunk, so "
          "cut as evenly as can be", ranks > 1 and longest > max(sizes)),
+        ("The sums are right, but no message carried a sum: what a rank adds up it must have received, and must pass on",
+         ranks > 1 and not any(m.summed for m in messages)),
     )  # fmt: skip
 
 
@@ -260,6 +262,7 @@ def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: fl
         (f"Here bandwidth decides: each of {rounds} rounds carries the whole array, where a ring sends {steps / ranks:g} times "
          "the array in all", slow and messages == rounds and ring < doubling),
         ("Neither the ring nor doubling takes so long: who waits for whom, and how much does each message carry", slow),
+        (f"No messages bring the numbers of {ranks} ranks together so soon: {rounds} must follow each other", took < 0.99 * rounds * latency),
     )  # fmt: skip
 
 
@@ -309,9 +312,9 @@ def _hook_rank(answer: Callable[..., Any], per_host: int) -> _Hooked:
     model = DistributedDataParallel(_Weights(), bucket_cap_mb=1e-4)
     model.register_comm_hook(None, lambda _, bucket: watched(bucket))
     gradients, groups = [], [get_pg_count()]
-    for _ in range(3):
+    for step in range(3):
         model.zero_grad()
-        model(torch.tensor(float(_BASE) ** rank, dtype=torch.float64)).backward()
+        model(torch.tensor(float(_BASE) ** ((rank + step) % ranks), dtype=torch.float64)).backward()
         of_units = [row.grad / torch.arange(1, len(row) + 1) for row in model.module.rows]
         gradients.append((ranks * torch.cat(of_units)).tolist())
         groups.append(get_pg_count())
@@ -343,8 +346,10 @@ def make_hook(answer: Callable[..., Any]) -> str:
 
 def _judge_means(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
     whole_sum = sum(_BASE**rank for rank in range(ranks))
-    values = [(rank, value) for rank, result in enumerate(results) for step in result.gradients for value in step]
-    own = [(rank, [r for r, n in enumerate(_digits(value, ranks)) if n]) for rank, value in values]
+    steps = [(rank, *step) for rank, result in enumerate(results) for step in enumerate(result.gradients)]
+    values = [(rank, value) for rank, _, of_step in steps for value in of_step]
+    own = [(rank, [(place - step) % ranks for place, n in enumerate(_digits(value, ranks)) if n])
+           for rank, step, of_step in steps for value in of_step]  # fmt: skip
 
     def hold(factor: float, rel: float = 1e-9) -> bool:
         return all(math.isfinite(value) and close(value, factor * whole_sum, rel=rel) for _, value in values)
@@ -518,7 +523,7 @@ def find_fault(answer: Callable[[Job], Any], seed: int = 3) -> str:
     dice = random.Random(f"jobs {seed}")
     jobs = [Job(4 * dice.randrange(10**6) + kind) for kind in (0, 1, 2, 3, 0, 1)]
     dice.shuffle(jobs)
-    found = ask_ranks(answer, _RANKS, jobs, f"{__name__}.told", f"{__name__}._fault", make=_with_its_own)
+    found = ask_ranks(answer, _RANKS, jobs, f"{__name__}.told", make=_with_its_own)
     for number, (job, said) in enumerate(zip(jobs, found, strict=True), 1):
         read = [_said(one) for one in said]
         case = f"job {number} of {len(jobs)}"

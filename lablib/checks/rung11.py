@@ -410,7 +410,7 @@ def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
     """Judge `diagnose(run)`: None, or (step, part, ranks), the same on each of two ranks, for nine runs."""
     _is_written(answer, None)
     runs = _runs(seed)
-    found = ask_ranks(answer, 2, runs, *(f"{__name__}.{name}" for name in ("_fault", "_first_wrong")), make=TrainingRun)
+    found = ask_ranks(answer, 2, runs, make=TrainingRun)
     for number, by_rank in zip(runs, found, strict=True):
         said = [_read_diagnosis(each) for each in by_rank]
         refuse("", ("Ranks say different things about one run: what one of them sees, all must know, so let them exchange it",

@@ -547,7 +547,7 @@ def _picked(seed: int) -> list[int]:
 def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     """Judge `find_wrong_block(job)`, which runs on each of four ranks, on jobs of every kind and a healthy one."""
     numbers_ = _picked(seed)
-    for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, f"{__name__}._drawn", make=job), strict=True):
+    for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, make=job), strict=True):
         _judge_fault(said[0], _drawn(number))
     return ("Four sick jobs and a healthy one. `keys`: a later step had the causal triangle of step 0. `weights`: one log-sum-exp "
             "came in base 2, as some kernels give it (sglang#40903). `gradients`: the keys' gradient of one step never left the "

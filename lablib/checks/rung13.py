@@ -31,7 +31,7 @@ from lablib.checks.judging import (
     whole,
 )
 from lablib.toys.expert_parallel import MoE, combine, dispatch, loop_product, permute, tiny_mixture
-from lablib.toys.tensor_parallel.functions import gather_from_sp, scatter_to_sp
+from lablib.toys.tensor_parallel import gather_from_sp, scatter_to_sp
 
 __all__ = ["FoldedJob", "MixtureJob", "expert_bytes", "find_fault", "folded_step", "route"]
 
@@ -310,6 +310,8 @@ class Layer(nn.Module):
 
     def __init__(self, seed: int, tp: dist.ProcessGroup | None = None, ep: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        if tp is None and dist.is_initialized():
+            raise Wrong("On ranks there is no layer of one process to copy from: sum what the ranks have.")
         torch.manual_seed(seed)
         self.norm, self.dense, self.moe = nn.LayerNorm(_HIDDEN, bias=False), _Dense(tp), MoE(_CONFIG, ep)
         for parameter in (*self.moe.router.parameters(), *self.moe.experts.parameters()):
@@ -340,8 +342,6 @@ class FoldedJob:
 
     def whole(self) -> Layer:
         """Return the layer of one process, where there is one."""
-        if dist.is_initialized():
-            raise Wrong("On ranks there is no layer of one process to copy from: sum what the ranks have.")
         return Layer(self.seed)
 
     def loss(self, model: Layer) -> Tensor:
@@ -638,7 +638,7 @@ def find_fault(answer: Callable[[MixtureJob], Any], seed: int = 13) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in (*range(len(_FAULTS)), 1)]
     dice.shuffle(drawn)
-    found = ask_ranks(answer, RANKS, drawn, f"{__name__}._fault", make=MixtureJob)
+    found = ask_ranks(answer, RANKS, drawn, make=MixtureJob)
     for number, by_rank in zip(drawn, found, strict=True):
         said = [_read_fault(each) for each in by_rank]
         refuse("", ("Ranks say different things about one job: what one of them sees, all must know, so let them exchange it",

@@ -9,6 +9,7 @@ Read `functions` first, beside chapter 03.
 
 from lablib.toys.tensor_parallel.functions import (
     copy_to_tp,
+    gather_from_sp,
     gathered_linears,
     reduce_from_tp,
     scatter_to_sp,
@@ -33,6 +34,7 @@ __all__ = [
     "columns",
     "copy_to_tp",
     "even_split",
+    "gather_from_sp",
     "gathered_linears",
     "head_split",
     "parallelize",
