@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+import copy
 import weakref
 from collections import Counter
 from functools import partial
@@ -161,6 +162,28 @@ class _OneGradient(_Off):
         return x.grad
 
 
+class _Inherited(torch.utils.checkpoint.CheckpointFunction):
+    pass
+
+
+class _Borrowed(torch.autograd.Function):
+    forward, backward = _Inherited.forward, _Inherited.backward
+
+
+class _Same(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    backward = staticmethod(lambda ctx, gradient: gradient)
+
+
+class _Copied(_Off):
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            copy.deepcopy(ctx.block)(x).backward(gradient)
+        return x.grad, None
+
+
 class checkpoint:
     def right_2(block, x):
         """Keeps the random state on the block, and passes the output on through a view."""
@@ -171,6 +194,10 @@ class checkpoint:
     one_gradient_for_two_arguments = lambda block, x: _OneGradient.apply(x, block)
     of_pytorch = lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
     of_the_course = lambda block, x: course_checkpoint(block, x)
+    inherited_from_pytorch = lambda block, x: _Inherited.apply(block, True, x)
+    borrowed_from_pytorch = lambda block, x: _Borrowed.apply(block, True, x)
+    around_that_of_pytorch = lambda block, x: _Same.apply(torch_checkpoint(block, x, use_reentrant=False))
+    replays_a_copy = lambda block, x: _Copied.apply(x, block)
     in_a_list = lambda block, x: [block(x)]
 
     def draws_are_undone(block, x):
@@ -201,7 +228,7 @@ class checkpoint:
 PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
 
 
-def _saving(order, *, products=PRODUCTS, also=(), group=1, inputs=True, **how):
+def _saving(order, *, products=PRODUCTS, also=(), group=1, inputs=True, fork=True, **how):
     """Build an answer that saves products in this order of (number, inner width, bytes), as long as they fit."""
 
     def run(model, x, save, seen):
@@ -226,7 +253,7 @@ def _saving(order, *, products=PRODUCTS, also=(), group=1, inputs=True, **how):
 
     def answer(model, x, limit):
         seen, save = {}, set()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[], enabled=fork):
             run(model, x, save, seen)
         room = limit - inputs * (-(-len(model) // group) - 1) * x.nbytes
         for name, (*_, size) in sorted(seen.items(), key=lambda each: order(*each[1])):
@@ -249,6 +276,7 @@ class keep_within:
     one_checkpoint_around_all = _saving(_by_price, group=5)
     two_blocks_in_a_checkpoint = _saving(_by_price, group=2)
     other_masks = _saving(_by_price, preserve_rng_state=False)
+    random_numbers_of_the_trial_gone = _saving(_by_price, fork=False)
     inputs_of_blocks_forgotten = _saving(_by_price, inputs=False)
     activations_saved_too = _saving(_by_price, also=[torch.ops.aten.tanh.default])
     without_the_idea_first_come = _saving(lambda number, inner, size: number)
@@ -310,6 +338,7 @@ def _gradients(job, averaged):
 
 class faulty_part:
     all_is_well = lambda job: None
+    without_the_idea_looks_inside = lambda job: [part._does.__closure__ for part in job.model()[0].children()] and None
     every_job_is_ill = lambda job: (0, "drop")
     the_first_rank_is_ill = lambda job: None if dist.get_rank() else (_found(*_ALL)(job) or (0, "drop"))
     without_the_idea_gradients_over_all_ranks = lambda job: ((b := _gradients(job, True)) and (b[-1], "drop")) or None
@@ -500,7 +529,13 @@ SENTENCES = {
     "segments_of_the_square_root": "Segments cost the same FLOPs whatever their length",
     "adds_the_moments": "of the end of forward and the replays the larger",
     "seeds_forward_and_replay": "save that state, and seed nothing",
-    "without_the_idea_the_checks_own_list": "These are the check's own numbers",
+    "without_the_idea_the_checks_own_list": "This asks the check",
+    "without_the_idea_looks_inside": "This asks the check",
+    "inherited_from_pytorch": "PyTorch's own checkpoint",
+    "borrowed_from_pytorch": "PyTorch's own checkpoint",
+    "around_that_of_pytorch": "own operators are in the graph",
+    "replays_a_copy": "itself and no copy",
+    "random_numbers_of_the_trial_gone": "those of a trial run have to be given back",
     "without_the_idea_end_of_forward": "A replay brings bytes back",
     "without_the_idea_the_replay_alone": "A replay brings bytes back",
     "without_the_idea_a_replay_of_cores_alone": "A replay brings bytes back",

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
 from lablib.checks.judging import Sealed, Slip, Wrong, ask_ranks, by_name, check, compare, pair, refuse, whole
+from lablib.checks.judging.guard import refuse_peeking
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import TorchDispatchMode
 
@@ -68,7 +69,7 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
         _backward((weigh * y).sum())
     return {
         "value": y.detach(),
-        "functions": _functions(y),
+        "nodes": _nodes(y),
         "kept": kept,
         "inside": inside,
         "runs": (forward_runs, [block.runs for block in blocks]),
@@ -79,16 +80,15 @@ def _step(run: Callable, make: Callable[[], nn.Module]) -> dict:
     }
 
 
-def _functions(y: Tensor) -> list[type]:
-    """Return the classes of the autograd.Functions in the graph of y."""
+def _nodes(y: Tensor) -> list[Any]:
+    """Return the nodes in the graph of y."""
     found, open_nodes, seen = [], [y.grad_fn], set()
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.append(node._forward_cls)
+        found.append(node)
         open_nodes += [before for before, _ in node.next_functions]
     return found
 
@@ -141,8 +141,12 @@ def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
 def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
     first, in_all = got["runs"]
     more = ": draw its random numbers as the block does, and leave the random state behind them" if dropout else ""
-    owners = {"torch": "PyTorch's", "lablib": "the course's"}
-    ready_made = [owners[top] for made in got["functions"] if (top := made.__module__.partition(".")[0]) in owners]
+    functions = [node._forward_cls for node in got["nodes"] if hasattr(node, "_forward_cls")]
+    owners = {"torch.utils": "PyTorch's", "lablib.toys": "the course's"}
+    # By the methods: a class may inherit or borrow them.
+    methods = [str(each.__module__)[:11] for made in functions for each in (made.forward, made.backward)]
+    ready_made = [owners[module] for module in methods if module in owners]
+    around = any(node.name() == "TanhBackward0" for node in got["nodes"])
     alike = _same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))
     refuse(
         "",
@@ -152,11 +156,12 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
         ("After forward the values inside of the block are still alive. Run the block under no_grad, and keep its input "
          "alone: neither its output nor its graph", got["kept"] > right["kept"] - 0.75 * right["inside"]),
         ("The output comes from no autograd.Function: call `YourFunction.apply(...)` on the input",
-         not got["functions"]),
+         not functions),
+        ("The block's own operators are in the graph of the output: run the block inside of your Function's forward", around),
         (f"This is {''.join(ready_made[:1])} own checkpoint; write yours", ready_made),
         ("Forward leaves other random numbers behind it than the block alone. It draws from the state that it finds: save "
          "that state, and seed nothing", not torch.equal(got["after"], right["after"])),
-        (f"Backward should run each block once more, and runs it {in_all[0] - 1} times more", in_all != [2, 2]),
+        (f"Backward should run each block once more, itself and no copy, and runs it {in_all[0] - 1} times more", in_all != [2, 2]),
         ("The input gets no gradient: backward has to return one for every argument of forward", got["input"] is None),
         ("The block's weights get no gradient. They are no arguments of the Function: run backward through the replayed "
          "graph, so that it reaches them", any(gradient is None for gradient in got["weights"])),
@@ -297,7 +302,8 @@ def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) ->
     most = least + _NEAR * every
     refuse(
         f"limit {limit:,} bytes, of {plain['kept']:,} without checkpoints",
-        ("Return what the model returns", not _same(got["value"], plain["value"])),
+        ("Return what the model returns, drawn from the same random numbers: those of a trial run have to be given back",
+         not _same(got["value"], plain["value"])),
         (f"{got['kept']:,} bytes are alive when forward has ended, and nothing runs again: wrap the blocks in checkpoints",
          limit < got["kept"] > 0.95 * plain["kept"]),
         (f"{got['kept']:,} bytes are alive when forward has ended: the inputs of blocks count too, and so does each output "
@@ -380,17 +386,8 @@ def job_of(model: str, seq: int, attention: str, *, batch: int = 1, budget: int 
     )
 
 
-_asks = False  # whether an answer is being asked, to which the check's own numbers are closed
-
-
-def _only_for_the_check() -> None:
-    if _asks:
-        raise Wrong("These are the check's own numbers; write yours.")
-
-
 def moments(job: Job, strategy: str) -> tuple[int, int]:
     """Return what is kept when forward ends, and at most in a replay, 0 without one."""
-    _only_for_the_check()
     name, _, number = strategy.partition(":")
     layers, n = job.layers, int(number or 0)
     if name == "none":
@@ -444,7 +441,6 @@ def _best(
     order: Callable[[tuple], Any] = lambda choice: (choice[2], choice[1]),
 ) -> dict[str, Any] | None:
     """Return the choice of somebody who takes these for the peak, the FLOPs, the menu, what fits and what is best."""
-    _only_for_the_check()
     found = [choice for choice in _choices(replace(job, budget=0, name=""), peak, extra) if options(choice[0])]
     fitting = [choice for choice in found if fits(choice[1], job.budget)]
     return dict(zip(("strategy", "peak", "extra"), min(fitting, key=order), strict=True)) if fitting else None
@@ -606,16 +602,9 @@ _CHOICE_SLIPS: list[Slip] = [
 def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> str:
     """Judge `choose(job)` on situations computed from real models, with budgets around every border."""
     cases = jobs(random.Random(seed))
-
-    def asked(job: Job) -> object:
-        global _asks
-        _asks = True
-        try:
-            return answer(job)
-        finally:
-            _asks = False
-
-    compare(asked, [(job,) for job in cases], _answer(), _CHOICE_SLIPS, lambda job: job.words, read=_read)
+    compare(answer, [(job,) for job in cases], _answer(), _CHOICE_SLIPS, lambda job: job.words, read=_read)
+    own = tuple(f"{__name__}.{name}" for name in ("_", "best_choice", "moments"))
+    refuse_peeking(answer, *(name for name in getattr(answer, "called", ()) if name.startswith(own)))
     truths = [(job, _best(job)) for job in cases]
     late = sum(found is not None and moments(job, found["strategy"])[1] == found["peak"] for job, found in truths)
     kinds = sorted({(found or {"strategy": "none fits"})["strategy"].split(":")[0] for _, found in truths})
@@ -656,20 +645,20 @@ def _fault(number: int) -> tuple[str, int, int, str]:
     return kind, dice.randrange(RANKS), dice.randrange(BLOCKS), dice.choice(_WHERE.get(kind, ("",)))
 
 
-class Part(nn.Module):
+class Part(Sealed, nn.Module):
     """One step inside of a block, with a weight, a count and a mask where it needs them."""
 
     def __init__(self, does: Callable[..., Tensor], *shape: int) -> None:
         super().__init__()
-        self.does, self.mask = does, None
+        self._does, self.mask = does, None
         self.weight = nn.Parameter(torch.randn(shape) / shape[0] ** 0.5) if shape else None
 
     def forward(self, *args: Any) -> Tensor:
         """Return what the part makes of the stream."""
-        return self.does(self, *args)
+        return self._does(self, *args)
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Sealed, nn.Module):
     """An MLP behind a gate of two halves; its parts run under a checkpoint, its load is balanced between steps."""
 
     def __init__(self, fault: dict[str, str], seed: int, checkpointed: bool) -> None:

@@ -214,8 +214,8 @@ class Outcome:
 def changed_function(implementation: str = "torch", change: str = "shape") -> Outcome:
     """Run a function that does something else the second time, and say what came of it.
 
-    PyTorch's way without reentrance compares how many tensors the replay keeps, and their shapes, dtypes and devices,
-    with forward's, and raises CheckpointError. Reentrant ways compare the output's shape alone. What slips through may
+    PyTorch's way without reentrance sees fewer tensors in the replay, and other shapes, dtypes and devices
+    than forward's, and raises CheckpointError. Reentrant ways compare the output's shape alone. What slips through may
     have wrong gradients, without a word.
 
     Args:
