@@ -21,8 +21,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
-from lablib.checks.judging import Sealed, Slip, Wrong, ask_ranks, by_name, check, compare, pair, refuse, whole
-from lablib.checks.judging.guard import refuse_peeking
+from lablib.checks.judging import (
+    Sealed,
+    Slip,
+    Wrong,
+    ask_ranks,
+    by_name,
+    check,
+    compare,
+    pair,
+    refuse,
+    refuse_peeking,
+    whole,
+)
 from lablib.launch.measure import LiveBytes
 from lablib.launch.torch_private import TorchDispatchMode
 
