@@ -115,6 +115,14 @@ class train_within:
     loss_of_the_last_part = _search(loss_of=lambda found: found[-1])
     an_optimizer_each_step = _search(fresh=True)
 
+    def sets_the_capacity(model, batches, adamw, device):
+        device.capacity = 10**12
+        return _search([(6, False)])(model, batches, adamw, device)
+
+    def tries_for_ever(model, batches, adamw, device):
+        while True:
+            model.loss(batches[0][:1])
+
     def retries_inside_the_except_clause(model, batches, adamw, device):
         optimizer, losses = adamw(model.parameters(), fused=True), []
 
@@ -453,6 +461,7 @@ SENTENCES = {
     "loss_of_the_last_part": "Return the loss of each batch", "an_optimizer_each_step": "one AdamW with its moments",
     "without_the_idea_the_least_of_everything": "without that it fits", "recomputes_first": "without that it fits",
     "without_the_idea_the_least_without_replays": "passes, and", "halves_the_batch": "passes, and",
+    "sets_the_capacity": "the memory that it has", "tries_for_ever": "never ends",
     "steps_after_each_part": "18 steps for 3", "without_the_idea_between_steps": "it is not 'clear'", "any_difference": "Both ranks accuse",
     "without_the_idea_held_alone": "read the peak of each part", "without_the_idea_of_another_rank": "Both ranks accuse",
     "every_job_is_well": "", "the_first_rank_is_ill": "accused", "never_grows": "more and more", "always_grows": "does not grow",

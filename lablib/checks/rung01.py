@@ -27,7 +27,18 @@ from torch.utils.checkpoint import checkpoint
 from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
-from lablib.checks.judging import Sealed, Wrong, ask_ranks, check, close, name_the_mistake, numbers, refuse, whole
+from lablib.checks.judging import (
+    Sealed,
+    Wrong,
+    ask_ranks,
+    check,
+    close,
+    in_answer,
+    name_the_mistake,
+    numbers,
+    refuse,
+    whole,
+)
 from lablib.launch.measure import LiveBytes
 
 __all__ = ["Device", "Model", "TrainingJob", "bytes_per_parameter", "find_surplus", "run_memory", "train_within"]
@@ -112,6 +123,7 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
 
 # --- steps within the memory of a device ---------------------------------------------------------------------------
 
+MOST_PASSES = 1_000  # ten times what it takes to try all choices in all steps
 SEQUENCES, VOCAB, BATCHES = 6, 64, 3
 
 
@@ -138,6 +150,14 @@ class Device(LiveBytes):
     def __init__(self, capacity: float, weights: int) -> None:
         super().__init__()
         self.capacity, self.live, self.peak, self._aside = capacity, weights, weights, False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; raise `Wrong` if an answer sets another than the peak."""
+        if name != "peak" and in_answer():
+            raise Wrong(
+                "A device has the memory that it has: of its attributes the peak alone may be set, back to `live`."
+            )
+        super().__setattr__(name, value)
 
     def __torch_dispatch__(self, *call: Any, **more: Any) -> Any:
         with _untraced():
@@ -183,6 +203,10 @@ class Model(nn.Module):
     def loss(self, tokens_BS: Tensor) -> Tensor:
         """Return the mean loss of predicting each token but the first, and count the pass."""
         self.passes += 1
+        if self.passes > MOST_PASSES:
+            raise Wrong(
+                f"It never ends: {MOST_PASSES} passes have run, and all choices tried in all steps are fewer than 100."
+            )
         return functional.cross_entropy(self(tokens_BS[:, :-1]).flatten(0, 1), tokens_BS[:, 1:].flatten())
 
 

@@ -9,7 +9,7 @@
 Read `table` first.
 """
 
-from lablib.checks.judging.guard import Sealed, Wrong, own_line, refuse_peeking
+from lablib.checks.judging.guard import Sealed, Wrong, in_answer, own_line, refuse_peeking
 from lablib.checks.judging.ranks import ask_ranks, on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import (
@@ -43,6 +43,7 @@ __all__ = [
     "close_bytes",
     "compare",
     "epoch_orders",
+    "in_answer",
     "name_the_mistake",
     "numbers",
     "on_ranks",

@@ -102,6 +102,11 @@ class Answer:
             return _written_out(self.function(*case, **named))
 
 
+def in_answer() -> bool:
+    """Return whether the function that asks was called from lines that are no library's."""
+    return not _of_libraries(sys._getframe(2).f_code.co_filename)
+
+
 #: What hands out an object's private attributes.
 _INSIDE = ("__dict__", "__getstate__", "__reduce__", "__reduce_ex__")
 _ASKED = "This asks the check where it planted the fault, or what it keeps to itself: at work there is nobody to ask, so run it."
@@ -123,7 +128,7 @@ class Sealed:
     def __getattribute__(self, name: str) -> Any:
         """Return an attribute; raise `Wrong` if lines that are no library's ask for a private one."""
         private = name in _INSIDE or (name.startswith("_") and not name.startswith("__"))
-        if private and not _of_libraries(sys._getframe(1).f_code.co_filename):
+        if private and in_answer():
             raise Wrong(_ASKED)
         return object.__getattribute__(self, name)
 
