@@ -28,7 +28,8 @@ def test_every_loss_falls(means) -> None:
 
 def test_only_a_healthy_job_is_one_process(means) -> None:
     for number, losses in zip(NUMBERS, means, strict=True):
-        truth, alone = StrangeJob(number)._truth(0), StrangeJob(number).alone()
+        job = StrangeJob(number)
+        truth, alone = object.__getattribute__(job, "_truth")(0), job.alone()  # an answer may not ask this
         assert (losses == pytest.approx(alone, rel=1e-9)) == (truth is None), number
         if truth is not None:  # a step's gradient shows in the loss of the next
             assert losses[: truth[1] + 1] == pytest.approx(alone[: truth[1] + 1], rel=1e-9)

@@ -477,13 +477,13 @@ def job(number: int) -> Job:
         torch.manual_seed(0)
         model = ContextParallelTransformer(_JOB, group).double()
         for layer, block in enumerate(model.blocks):
-            block.attention.core = partial(_step_by_step, group, number, layer)
+            block.attention.core = partial(step_by_step, group, number, layer)
         return model
 
     return build
 
 
-def _step_by_step(
+def step_by_step(
     group: dist.ProcessGroup, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
 ) -> Tensor:
     """Return attention that meets the keys of one rank after the other, as a ring does."""
