@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lablib.calc.layouts import score
-from lablib.calc.layouts.planner import Layout, plan
+from lablib.calc.layouts import Mesh, score
+from lablib.calc.layouts.planner import Layout, Workload, cluster, plan, step_time
 from lablib.checks import rung07
 from tests.planted import asked, listed
 
@@ -75,6 +75,10 @@ class sketch:
         strides = {axis: math.prod(list(sizes.values())[:i]) for i, axis in enumerate(sizes)}
         return _sketch(sizes, gpus_per_node, crosses=lambda axis: strides[axis] >= gpus_per_node)
 
+    def without_the_idea_lablibs_mesh(sizes, gpus_per_node):
+        found = Mesh(tuple(sizes.values()), tuple(sizes), gpus_per_node)
+        return _sketch(sizes, gpus_per_node, groups=lambda _, axis: found.groups(axis))
+
     one_group_of_all = lambda *case: _sketch(*case, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
     def right(sizes, gpus_per_node):
@@ -134,6 +138,11 @@ class build_mesh:
     same_samples_for_the_shards = lambda sizes: _views(sizes, batch="dp_replicate")
     one_axis_for_fsdp = lambda sizes: _views(sizes, hsdp=lambda world, held, full: held["fsdp"])
     cp_left_out_of_fsdp = lambda sizes: _views(sizes, hsdp=lambda world, held, full: full["dp_replicate", "dp_shard"])
+    cp_beside_the_shards = lambda sizes: _views(sizes, hsdp=lambda world, held, full: (
+        full["dp_shard", "cp"] if sizes["cp"] > 1 else held["dp_replicate", "fsdp"]))  # fmt: skip
+    batch_of_two_axes = lambda sizes: (made := _views(sizes)) | {"batch": made["hsdp"]}
+    hsdp_of_another_mesh = lambda sizes: _views(sizes, hsdp=lambda world, held, full: DeviceMesh(
+        "cpu", held.mesh.permute(0, 3, 1, 2), mesh_dim_names=("pp", "tp", "r", "s"))["r", "s"])  # fmt: skip
     names_in_place_of_meshes = lambda sizes: dict.fromkeys(("pp", "tp", "cp", "batch", "hsdp", "loss", "norm"), "tp")
 
     def shards_far_and_replicas_near(sizes):
@@ -203,7 +212,7 @@ class find_fault:
     )
 
     def without_the_idea_asks_the_check(job, mesh):
-        kind, where, axes = rung07._drawn(job.seed)
+        kind, where, axes = rung07._drawn(job._seed)
         first = {"l": "samples", "n": "norm"}.get(kind[:1], where)
         return (first, axes) if kind else None
 
@@ -284,6 +293,10 @@ class plan_cluster:
         found = [score(fields, "llama-405b") for _, fields in _layouts(job, modes=("none",), chunks=(1,))]
         return max(found, key=lambda one: one.points).layout
 
+    def without_the_idea_the_planners_clock(job):
+        load, one = Workload(job.model, cluster("h100", job.gpus), job.seq, job.global_batch), Layout(**_first(job))
+        return one if step_time(load.step_work(one), load.rates()) else None
+
     def without_the_idea_reads_the_case(job):
         return job._case.published
 
@@ -330,6 +343,9 @@ SENTENCES = {
     "same_samples_for_the_shards": "FSDP is data parallelism",
     "one_axis_for_fsdp": "`hsdp` has two",
     "cp_left_out_of_fsdp": "folded into its shards",
+    "cp_beside_the_shards": "folded into its shards",
+    "batch_of_two_axes": "`batch` has 2 axes",
+    "hsdp_of_another_mesh": "slices of one mesh",
     "shards_far_and_replicas_near": "Shards and replicas are exchanged",
     "names_in_place_of_meshes": "is to be a DeviceMesh",
     "without_the_idea_all_is_well": "You find nothing in a job",
@@ -342,7 +358,7 @@ SENTENCES = {
     "each_rank_for_itself": "You find nothing in a job",
     "one_axis_where_there_are_two": "the axes are not dp",
     "without_the_idea_asks_the_planner": "The answer asks the planner",
-    "without_the_idea_scores_them_all": "score one layout after the other",
+    "without_the_idea_scores_them_all": "time one layout after the other",
     "without_the_idea_reads_the_case": "This asks the check",
     "factors_that_do_not_multiply": "ranks, but there are gpus=16384",
     "one_chunk_a_rank": "leave the pipeline idle",
