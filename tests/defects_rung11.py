@@ -4,6 +4,7 @@
 
 import math
 import os
+import random
 import shutil
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import fully_shard
 
+from lablib.checks import rung11
 from lablib.launch.ranks import rank_mesh
 from tests.planted import asked, listed, told
 
@@ -110,6 +112,16 @@ def _kept(
         task.log(step, loss)
 
 
+_MEMORY = {}
+
+
+def _from_memory(folder):
+    """Restore the random state that this process has kept, and return the checkpoints."""
+    if folder in _MEMORY:
+        torch.set_rng_state(_MEMORY[folder])
+    return _whole_saves(folder)
+
+
 def _with(**changes):
     return lambda task, folder: _kept(task, folder, **changes)
 
@@ -195,6 +207,12 @@ class keep_training:
     warms_up_again = _with(rate=lambda task, step, begun: task.rate(step - begun))
     no_random_state = _with(random=lambda rank: None)
     one_random_state_for_all = _with(random=lambda rank: "random")
+    random_state_in_memory = _with(
+        random=lambda rank: None,
+        before=lambda folder: _MEMORY.update({folder: torch.get_rng_state()}),
+        found=_from_memory,
+    )
+    epochs_in_the_order_of_the_first = _with(order=lambda task: task.order(0) * task.steps)
     saves_before_the_update = _with(late=False)
     believes_the_newest_folder = _with(found=lambda folder: list(Path(folder).glob("[0-9]*")))
     one_folder_for_all_saves = _with(
@@ -241,7 +259,7 @@ class keep_training:
                 dcp.save(own, storage_writer=dcp.FileSystemWriter(f"{folder}/after-{step}"))
 
     def right_renamed_when_complete(task, folder):
-        """Third solution: a folder gets its name when all is written; two micro-batches, and numpy's numbers."""
+        """Third solution: two checkpoints, renamed when both are written; a second try, two micro-batches, numpy's numbers."""
         (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
         names = [int(name) for name in os.listdir(folder) if name.isdigit()] if os.path.isdir(folder) else []
         step = np.int64(max(names, default=0))
@@ -254,7 +272,8 @@ class keep_training:
 
         if step:
             saved, masks = parts(), {f"{rank} of {ranks}": torch.get_rng_state()}
-            dcp.load(saved, checkpoint_id=f"{folder}/{step}")
+            for name, part in saved.items():
+                dcp.load(part, checkpoint_id=f"{folder}/{step}/{name}")
             sharded.set_model_state_dict(model, saved["weights"])
             sharded.set_optimizer_state_dict(model, optimizer, saved["moments"])
             own = Path(folder, str(step), f"random {rank} of {ranks}")
@@ -274,7 +293,11 @@ class keep_training:
             optimizer.zero_grad()
             if step % task.save_every == 0:
                 aside = f"{folder}/aside-{step}"
-                dcp.save(parts(), checkpoint_id=aside)
+                for name, part in parts().items():
+                    try:
+                        dcp.save(part, checkpoint_id=f"{aside}/{name}")
+                    except dcp.api.CheckpointException:
+                        dcp.save(part, checkpoint_id=f"{aside}/{name}")
                 torch.save(torch.get_rng_state(), f"{aside}/random {rank} of {ranks}")
                 dist.barrier()
                 if rank == 0:
@@ -354,6 +377,13 @@ def _diagnosed(
     return step, part, ranks_of(where)
 
 
+def _known(run, kind, when, odd):
+    """Name the place of a fault that somebody has told."""
+    places = {"coarse": (when, "forward", [odd]), "stale": (when, "forward", [0, 1]), "blocks": (1, "clip", [0, 1]),
+              "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]), "lost": (1, "update", [0, 1])}  # fmt: skip
+    return _diagnosed(run) if kind == "epoch" else places.get(kind)
+
+
 def _as(**changes):
     return lambda run: _diagnosed(run, **changes)
 
@@ -381,6 +411,17 @@ class diagnose:
             if len(set(rates)) > 1:
                 found = found or (step, part, [0])
         return found
+
+    def asks_the_generator(run):
+        """The frame of a generator shows its variables."""
+        parts = run.parts()
+        next(parts)
+        return _known(run, *(parts.gi_frame.f_locals[name] for name in ("kind", "when", "odd")))
+
+    def draws_the_fault_again(run):
+        """As the check does, from a number that the run shows."""
+        dice = random.Random(f"run {run.seed}")
+        return _known(run, dice.choice(rung11._FAULTS), dice.randint(4, 7), dice.randrange(2))
 
     right_numpy = told(_diagnosed, lambda found: found and [np.int64(found[0]), found[1], tuple(found[2])])
 
@@ -482,6 +523,8 @@ class observe_scaling:
     names_a_gain = told(
         _observed, lambda found: found | {"limit": max(found["lost"], key=lambda part: abs(found["lost"][part]))}
     )
+    names_a_list_of_one = told(_observed, lambda found: found | {"limit": [found["limit"]]})
+    right_and_more = told(_observed, lambda found: found | {"ideal": 1.0})
     lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
     def right_in_tensors(alone, ranks, scaling):
@@ -564,6 +607,7 @@ class audit_mfu:
     forward_alone = told(_audit, lambda found: (found[0] / 3, found[1]))
     believes_every_report = told(_audit, lambda found: (found[0], "honest"))
     suspects_every_report = told(_audit, lambda found: (found[0], "sparse peak" if found[1] == "honest" else found[1]))
+    asks_the_check = lambda report: next((_audit(report)[0], n) for n, job in rung11._mfu_reports() if job == report)
     never_looks_at_padding = told(
         _audit, lambda found: (found[0], "recomputation counted" if found[1] == "padding counted" else found[1])
     )
@@ -606,10 +650,12 @@ SENTENCES = {
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
+    "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
+    "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "is not what it was", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
     "without_the_idea_only_the_losses": "wrong already", "everything_is_well": "You find nothing",
-    "to_the_last_bit": "A healthy run is accused", "always_all_ranks": "not off on ranks [0, 1]",
+    "to_the_last_bit": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
     "keeps_it_to_itself": "Ranks say different things",
     "the_pairs_that_a_mask_leaves": "which counts all pairs", "names_a_gain": "limits nothing",
     "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",
