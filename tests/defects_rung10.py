@@ -594,5 +594,5 @@ SENTENCES = {
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
     "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",
     "counts_steps_from_1": "the first step is asked", "begins_with_the_second_step": "is as it should be",
-    "without_the_idea_asks_the_check": "asks the check", "each_rank_for_itself": "answer differently",
+    "without_the_idea_asks_the_check": "asks the check", "each_rank_for_itself": "say different things",
 }  # fmt: skip

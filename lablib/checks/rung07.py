@@ -26,6 +26,7 @@ from lablib.calc.params import count_params
 from lablib.checks.judging import (
     Sealed,
     Wrong,
+    agreed,
     ask_ranks,
     by_name,
     check,
@@ -447,10 +448,7 @@ def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
     found = ask_ranks(answer, 8, list(jobs.values()), more=_its_mesh, patience=60.0)
     for job, by_rank in zip(jobs.values(), found, strict=True):
-        said = [_said(each) for each in by_rank]
-        refuse("", ("Ranks say different things about one job: what one of them sees all must know, so let them exchange it",
-                    len(set(said)) > 1))  # fmt: skip
-        _judge_job(said[0], *_drawn(job._seed))
+        _judge_job(agreed([_said(each) for each in by_rank]), *_drawn(job._seed))
     return (
         f"{len(jobs)} jobs. Loaders that asked for the wrong coordinate; an average that one weight missed, or got over tp; a "
         "gain whose parts were not summed; tied tables that went apart; norms that counted copies. Megatron-LM asks of each "

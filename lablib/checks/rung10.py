@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import get_pg_count
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.communication import chunk_sizes, collective_time, traffic
-from lablib.checks.judging import Wrong, ask_ranks, by_name, check, chosen, close, on_ranks, refuse, whole
+from lablib.checks.judging import Wrong, agreed, ask_ranks, by_name, check, chosen, close, on_ranks, refuse, whole
 from lablib.launch.measure import CommEvent, record_comms
 from lablib.launch.ranks import Endless, Turns
 
@@ -525,13 +525,7 @@ def find_fault(answer: Callable[[Job], Any], seed: int = 3) -> str:
     dice.shuffle(jobs)
     found = ask_ranks(answer, _RANKS, jobs, f"{__name__}.told", make=_with_its_own)
     for number, (job, said) in enumerate(zip(jobs, found, strict=True), 1):
-        read = [_said(one) for one in said]
-        case = f"job {number} of {len(jobs)}"
-        if any(one != read[0] for one in read):
-            raise Wrong(
-                f"The ranks answer differently: let them tell each other what they saw, as all_gather_object does ({case})."
-            )
-        _judge_finding(read[0], job, case)
+        _judge_finding(agreed([_said(one) for one in said]), job, f"job {number} of {len(jobs)}")
     return ("Six jobs. In two of them a rank summed two layers of one shape in the other order: operation, bytes and group of every "
             "call agree, so the flight recorder and TORCH_DISTRIBUTED_DEBUG=DETAIL find nothing, and numbers of two layers are added "
             "up. It happens where calls follow a set of names, whose order differs from process to process. In two a buffer still "

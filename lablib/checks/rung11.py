@@ -31,6 +31,7 @@ from lablib.calc.runs import ScalingLoss, scaling_loss
 from lablib.checks.judging import (
     Sealed,
     Wrong,
+    agreed,
     ask_ranks,
     by_name,
     check,
@@ -441,10 +442,8 @@ def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
     runs = _runs(seed)
     found = ask_ranks(answer, 2, runs, make=TrainingRun)
     for number, by_rank in zip(runs, found, strict=True):
-        said = [_read_diagnosis(each) for each in by_rank]
-        refuse("", ("Ranks say different things about one run: what one of them sees, all must know, so let them exchange it",
-                    said[0] != said[1]))  # fmt: skip
-        _judge_diagnosis(said[0], _first_wrong(TrainingRun(number), number))
+        said = agreed([_read_diagnosis(each) for each in by_rank])
+        _judge_diagnosis(said, _first_wrong(TrainingRun(number), number))
     return (
         f"{len(runs)} runs, two of them healthy. Of the others one took its second epoch in the order of the first, one rounded "
         "a rank's inputs, one went forward with weights of the step before, one clipped blocks by themselves, one counted "

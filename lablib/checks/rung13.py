@@ -16,6 +16,7 @@ from lablib.calc.parallel import routed_bytes
 from lablib.checks.judging import (
     Sealed,
     Wrong,
+    agreed,
     as_float,
     ask_ranks,
     by_name,
@@ -640,10 +641,7 @@ def find_fault(answer: Callable[[MixtureJob], Any], seed: int = 13) -> str:
     dice.shuffle(drawn)
     found = ask_ranks(answer, RANKS, drawn, make=MixtureJob)
     for number, by_rank in zip(drawn, found, strict=True):
-        said = [_read_fault(each) for each in by_rank]
-        refuse("", ("Ranks say different things about one job: what one of them sees, all must know, so let them exchange it",
-                    any(each != said[0] for each in said)))  # fmt: skip
-        _judge_fault(said[0], *_fault(number))
+        _judge_fault(agreed([_read_fault(each) for each in by_rank]), *_fault(number))
     return (
         f"{len(drawn)} jobs: a rank that had loaded other experts than its own, as DeepSpeed 6589 reports; answers put to the "
         "wrong tokens, as in torchtitan 3604; weights whose gradient was wrong under right outputs, as in transformers 48689; a "

@@ -10,7 +10,7 @@ Read `table` first.
 """
 
 from lablib.checks.judging.guard import Sealed, Wrong, in_answer, own_line, refuse_peeking
-from lablib.checks.judging.ranks import ask_ranks, on_ranks
+from lablib.checks.judging.ranks import agreed, ask_ranks, on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import (
     Order,
@@ -34,6 +34,7 @@ __all__ = [
     "Slip",
     "Verdict",
     "Wrong",
+    "agreed",
     "as_float",
     "ask_ranks",
     "by_name",

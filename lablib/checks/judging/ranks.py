@@ -75,6 +75,15 @@ def ask_ranks(
     ]
 
 
+def agreed(said: Sequence[Any]) -> Any:
+    """Return what all ranks say of a job; raise `Wrong` if they say different things."""
+    if any(each != said[0] for each in said):
+        raise Wrong(
+            "Ranks say different things about one job: what one of them sees, all must know, so let them exchange it."
+        )
+    return said[0]
+
+
 def _ask(
     answer: Callable[..., Any], jobs: Sequence[Any], hidden: Sequence[str], make: Callable | None, more: Callable
 ) -> list:
