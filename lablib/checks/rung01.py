@@ -401,6 +401,8 @@ class TrainingJob(Sealed):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self._lengths = random.Random(self._number).sample(range(12, 60, 4), STEPS)
         self._log, self._copies = [], []
+        # Gloo's thread lets go of what it has summed a moment later: a gradient would be alive after it is let go, or not.
+        self._bucket = torch.zeros(max(parameter.numel() for parameter in self.model.parameters()))
 
     def forward(self, step: int) -> None:
         """Run a batch forward, to its loss; how long its sequences are depends on the step, and not on the rank."""
@@ -426,9 +428,10 @@ class TrainingJob(Sealed):
     def update(self, step: int) -> None:
         """Average the gradients over the ranks, and step."""
         for parameter in self.model.parameters():
+            total = self._bucket[: parameter.numel()].copy_(parameter.grad.flatten())
             if dist.is_initialized():
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= RANKS
+                dist.all_reduce(total)
+            parameter.grad.copy_(total.view_as(parameter) / RANKS)
         self.optimizer.param_groups[0]["foreach"] = self._has("roots", step)
         self.optimizer.step()
 
