@@ -70,6 +70,13 @@ setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the bo
 
 ##@ Prove
 
+# What tries many cases of one thing takes one in four of them, others each time; `make thorough` takes all.
+test: export LABLIB_SHARE ?= 4
+
+.PHONY: thorough
+thorough: ## Everything CI runs, with all cases of what it draws
+	@$(MAKE) test LABLIB_SHARE=1
+
 .PHONY: test
 test: export EXECUTED_LABS := $(EXECUTED)
 test: ## Everything CI runs: lint, arrows, unit tests, labs, book, links, browser

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import itertools
 import os
+import random
 import re
 import signal
 import tempfile
@@ -20,6 +22,7 @@ def pytest_configure(config):
     """Begin in a known state, in every worker of xdist too; keep what labs write apart from a learner's results."""
     known_state()
     os.environ.setdefault("LABLIB_EXPERIMENTS", str(ROOT / "_build" / "experiments"))
+    os.environ.setdefault("LABLIB_DRAW", str(random.SystemRandom().randrange(10**6)))  # one for all workers
     if hasattr(config, "workerinput"):
         # Workers start kernels beside each other: those of the labs, and those of tests.
         config.add_cleanup(load("tools/kernel_sockets.py").talk_through_files().cleanup)
@@ -54,6 +57,11 @@ def pytest_collection_modifyitems(config, items):
     """Begin with the files that take long, and leave out the pages of a site that is not built."""
     # Both workers then end together: the last files that xdist hands out are the quick ones.
     items.sort(key=lambda item: _weight(item.path), reverse=True)
+    lots = set(_lots([item for item in items if item.get_closest_marker("drawn")]))
+    left = [item for item in items if item.get_closest_marker("drawn") and item.nodeid not in lots]
+    if left:
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
     if (ROOT / "_build" / "html" / "index.html").exists():
         return
     # Without a built site, let one test say so instead of a hundred.
@@ -61,6 +69,15 @@ def pytest_collection_modifyitems(config, items):
     if lost:
         items[:] = [item for item in items if item not in lost]
         config.hook.pytest_deselected(items=lost)
+
+
+def _lots(items):
+    """Of the cases of each test, the share that this run takes; of a test without cases, so many of its runs."""
+    share = int(os.environ.get("LABLIB_SHARE", 1))
+    for test, cases in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        dice, names = random.Random(os.environ["LABLIB_DRAW"] + test), [item.nodeid for item in cases]
+        if len(names) > 1 or not dice.randrange(share):
+            yield from dice.sample(names, -(-len(names) // share))
 
 
 def pytest_collection_finish():
@@ -125,7 +142,9 @@ def pytest_terminal_summary(terminalreporter, config):
 def _weight(path):
     """Labs weigh most, then files that start processes, each by how often."""
     if path not in _WEIGHTS:
-        starts = len(re.findall(r"run_ranks\(|torchrun\(|subprocess\.|visit", path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        starts = len(re.findall(r"run_ranks\(|torchrun\(|subprocess\.|visit", text))
+        starts += 100 * text.count("with standing_ranks")  # for each exercise
         _WEIGHTS[path] = (path.suffix == ".ipynb", starts)
     return _WEIGHTS[path]
 

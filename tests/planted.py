@@ -6,6 +6,8 @@ Names among them that begin with `right` are no defects: they solve the exercise
 import functools
 import inspect
 import numbers
+import os
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +23,14 @@ def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Cal
         solutions[check.__name__] = [functions.pop(name) for name in list(functions) if name.startswith("right")]
         defects[check.__name__] = list(functions.values())
     return defects, solutions
+
+
+def share_of(answers: list[Callable]) -> list[Callable]:
+    """Return one in LABLIB_SHARE of these answers, others in each run, and one that has no idea among them."""
+    drawn = random.sample(answers, len(answers))
+    drawn.sort(key=lambda answer: not answer.__name__.startswith("without_the_idea"))
+    first, others = drawn[:1], random.sample(drawn[1:], len(drawn[1:]))
+    return first + others[: len(others) // int(os.environ.get("LABLIB_SHARE", 1))]
 
 
 def asked(solution: Callable, **others: object) -> Callable:

@@ -82,6 +82,7 @@ def test_every_package_that_a_platform_needs_has_a_version(target):
     assert not {"sphinx", "pytest"} & set(found)
 
 
+@pytest.mark.drawn
 def test_what_is_pinned_still_resolves():
     """Pip asks the registry for every wheel of another platform, and downloads none; the weekly job does so for all."""
     ask = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", os.devnull, "-q", "appnope==0.0.0.dev0"]

@@ -67,6 +67,7 @@ def kernel(tmp_path_factory):
         yield kernel
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 def test_a_cell_run_before_the_cells_above_it_says_so(kernel, path):
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]

@@ -18,7 +18,7 @@ from lablib.checks import rung05
 from lablib.checks.judging import Verdict, Wrong, check, close, compare, numbers, recognize, refuse, whole
 from lablib.checks.judging import ranks as judging_ranks
 from lablib.checks.judging.guard import Answer
-from tests.planted import answers_with, of_floats, of_numpy
+from tests.planted import answers_with, of_floats, of_numpy, share_of
 from tests.scripts import ROOT, load
 from tests.standing_ranks import standing_ranks
 
@@ -75,6 +75,7 @@ def test_at_least_three_planted_defects(rung, name):
     assert len(_defects(rung).DEFECTS[name]) >= 3
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rung", "name", "i"), RIGHT)
 def test_a_differently_written_solution_passes(rung, name, i):
     assert getattr(_load(rung)[0], name)(_defects(rung).SECOND_SOLUTIONS[name][i]).status == "passed"
@@ -85,9 +86,9 @@ def test_right_and_wrong_are_told_apart_on_ranks(rung, name, monkeypatch):
     judge, planted = getattr(_load(rung)[0], name), _defects(rung)
     with standing_ranks() as ranks:
         monkeypatch.setattr(judging_ranks, "run_ranks", ranks)
-        for right in planted.SECOND_SOLUTIONS[name]:
+        for right in share_of(planted.SECOND_SOLUTIONS[name]):
             assert judge(right).status == "passed", right.__name__
-        for defect in planted.DEFECTS[name]:
+        for defect in share_of(planted.DEFECTS[name]):
             _is_refused(judge, defect, planted)
         assert judge(_stub).status == "not attempted"
 
@@ -97,6 +98,7 @@ def test_at_least_three_right_solutions(rung, name):
     assert 1 + len(_defects(rung).SECOND_SOLUTIONS[name]) >= 3
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("convert", [of_numpy, of_floats])
 @pytest.mark.parametrize(("rung", "name"), [each for each in CHECKS if each[1] not in IN_PLACE])
 def test_an_answer_may_have_any_sensible_type(rung, name, convert):
@@ -151,6 +153,7 @@ def test_the_untouched_stub_is_not_attempted(rung, name):
     assert getattr(_load(rung)[0], name)(_stub).status == "not attempted"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rung", "name", "i"), DEFECTS)
 def test_a_planted_defect_is_caught_with_a_sentence(rung, name, i):
     _is_refused(getattr(_load(rung)[0], name), _defects(rung).DEFECTS[name][i], _defects(rung))
@@ -167,6 +170,7 @@ def _is_refused(judge, defect, planted):
     assert len(verdict.message) < 400
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rung", "name", "seed"), ANY_DRAW)
 def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
     judge, planted = getattr(_load(rung)[0], name), _defects(rung)

@@ -159,6 +159,7 @@ def job(rates: list[str]) -> dict:
     }
 
 
+@pytest.mark.drawn
 @needs_hosts
 def test_torchrun_on_two_hosts() -> None:
     """4 ranks on 2 hosts meet by c10d; ranks follow hosts; a rank throttles the links that all of them use."""
@@ -187,6 +188,7 @@ def test_torchrun_on_two_hosts() -> None:
         assert max(sent(rate, "levels")) < min(sent(rate, "flat"))
 
 
+@pytest.mark.drawn
 @needs_hosts
 def test_a_parted_network() -> None:
     """A cut that is mended in time costs time only; later the group is broken for good, and a new one is not."""
@@ -265,6 +267,7 @@ with lab_script("two_hosts").Cluster(2, rate="1 Gb/s") as cluster:
 """
 
 
+@pytest.mark.drawn
 @needs_hosts
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_an_interrupt(end: signal.Signals) -> None:

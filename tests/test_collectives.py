@@ -90,6 +90,7 @@ def everything(seed: int) -> int:
     return compared
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
 def test_every_collective(n: int) -> None:
     """Powers of two and others; every size; results, counts and the recorder agree."""

@@ -168,6 +168,7 @@ def compare_all(ep: int) -> dict[str, dict[str, float]]:
     return {case: compare(case, ep) for case in CASES}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 4), (4, 2)])
 def test_equal_to_one_process(ranks, ep):
     for found in on_ranks(AT_ONCE[ranks], ranks):

@@ -87,6 +87,7 @@ def test_the_gradebook_has_a_line_a_name_and_no_formula(handed_in):
     assert "code cell 2 failed with NameError" in page
 
 
+@pytest.mark.drawn
 def test_a_file_that_was_changed_by_hand_is_judged_again(handed_in, tmp_path):
     for path in handed_in.glob("bob*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -164,6 +165,7 @@ def test_names_and_rungs_that_make_no_sense_are_refused(tmp_path):
         assert (result.exit_code, said in result.output) == (2, True), result.output
 
 
+@pytest.mark.drawn
 def test_the_board_ties_what_the_planner_cannot_tell_apart(tmp_path):
     job = {"model": "llama-3-8b", "gpus": 16, "gpu": "h100", "seq": 8192, "global_batch": 64}
     from lablib.calc.layouts.planner import plan
@@ -301,6 +303,7 @@ def _share(room, *options):
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.drawn
 def test_what_was_asked_for_is_run_and_handed_back(tmp_path):
     lab_runs.ask(tmp_path, "Ada", "01", {})
     with ended(_share(tmp_path, "--until-empty", "--minutes", "30")) as process:
@@ -326,6 +329,7 @@ def test_a_person_s_record_comes_before_the_course_s_and_is_not_written_into_it(
     assert records.recorded("02_ddp_step_time") == before
 
 
+@pytest.mark.drawn
 def test_a_queue_that_is_asked_to_stop_ends_its_runs(tmp_path):
     lab_runs.ask(tmp_path, "Ada", "01", {})
     jobs = tmp_path / "people" / "ada"

@@ -193,6 +193,7 @@ def _alive(pid):
         return False
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_labs_outlive_their_terminal_stop_go_on_and_are_never_repeated(house):
     gate = house / "gate"

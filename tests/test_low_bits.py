@@ -87,6 +87,7 @@ def test_nf4_is_bitsandbytes_s_bit_for_bit(compared: dict) -> None:
     assert found["bytes"] == found["their_bytes"] == sum(nf4_bytes(found["values"]))
 
 
+@pytest.mark.drawn
 def test_real_optimizers_hold_what_the_calculator_says() -> None:
     """The tiny cases of the committed file, measured again."""
     committed = json.loads(low_bits.TABLE.read_text(encoding="utf-8"))

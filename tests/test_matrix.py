@@ -110,6 +110,7 @@ def test_pins_that_a_torch_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch,
     assert any(line.startswith("torchao==") for line in left)
 
 
+@pytest.mark.drawn
 def test_a_run_that_loses_a_worker_ends_and_names_the_test(tmp_path: Path) -> None:
     """While another file is still running, and the dead worker's file is given to nobody."""
     flags = " ".join(tool.WORKERS)

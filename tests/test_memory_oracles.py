@@ -44,6 +44,7 @@ def group():
     dist.destroy_process_group()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "case",
     [
@@ -161,6 +162,7 @@ def formula(config: ModelConfig, s: int, b: int, t: int, variant: str) -> float:
     }[variant]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("recipe", ["fsdp2-mixed", "fsdp2-mixed-fp32-reduce"])
 def test_replicas_of_a_sharded_model_hold_what_they_sum(recipe: str, accumulate: int) -> None:

@@ -60,6 +60,7 @@ def test_states_and_what_is_kept_are_judged_everywhere_and_peaks_of_real_kernels
     assert sum(bool(row["measured"]["groups"]) for row in ROWS) >= 6
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_a_dozen_measured_again(case: Case) -> None:
     row = measured_row(case)
@@ -196,6 +197,7 @@ def test_real_steps_without_a_tracker_are_as_predicted() -> None:
     assert len(tied) < len(rows)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", [*REAL_RUNS[3:6], REAL_RUNS[10], REAL_RUNS[15]], ids=lambda case: case.name)
 def test_a_few_real_steps_again(case: Case) -> None:
     real = real_peak(case)

@@ -159,6 +159,7 @@ def test_bytes_of_the_layouts_by_hand() -> None:
         layout_bytes("dp over all", tiny_config("gpt2"), batch=8, seq=32)
 
 
+@pytest.mark.drawn
 @needs_hosts
 def test_a_real_job_counts_the_predicted_bytes() -> None:
     """The cards of the hosts carry what the formulas say, and all layouts train the same model."""

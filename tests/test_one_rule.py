@@ -76,6 +76,7 @@ def asked(function):
         return str(error)
 
 
+@pytest.mark.drawn
 def test_everybody_says_the_same_of_two_thousand_jobs():
     """A yes of the planner is one of the calculator and of `fit`, with the same peak and the same verdict."""
     runs, other = 0, []

@@ -64,6 +64,7 @@ def chosen() -> tuple[Case, ...]:
     return grid()[: -len(BESIDE)]
 
 
+@pytest.mark.drawn
 def test_the_grid_shows_every_allowed_pair() -> None:
     cases = chosen()
     rows = [{factor: getattr(case, factor) for factor in FACTORS} for case in cases]

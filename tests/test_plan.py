@@ -423,6 +423,7 @@ def test_what_the_planner_does_not_know_is_said() -> None:
     assert sum(clause.startswith("window=4096") for clause in clauses) == 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("model", "job"),
     [

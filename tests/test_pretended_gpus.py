@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from tests.pretend import ROOT, environment, untested
 
 
@@ -114,6 +116,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.drawn
 def test_ranks_are_on_the_cpu_unless_they_are_asked_onto_gpus(tmp_path):
     """Also in lab 09's gathers, the trace of FSDP2, and the runs behind `rung11.diagnose` of the right answer."""
     on_cpu, asked, programs = run(RANKS, 2, tmp_path)
@@ -149,6 +152,7 @@ runpy.run_path("labs/scripts/first_ddp.py", run_name="__main__")
 """
 
 
+@pytest.mark.drawn
 def test_the_first_program_takes_a_gpu_for_each_rank_and_none_is_forked_off_an_agent_that_has_asked(tmp_path):
     """torchrun's agent asks whether there is CUDA before it starts its ranks."""
     logs = run(ELASTIC.format(folder=str(tmp_path)), 2, tmp_path)

@@ -227,6 +227,7 @@ def test_groups_learn_what_one_process_learns(count):
         assert taken(logs, 0)[-1]["digest"] == weights
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("count", "phase"),
     [(2, "asks"), (2, "quorum"), (2, "computed"), (2, "reduced"), (2, "committed"), (3, "computed"), (3, "reduced")],

@@ -208,6 +208,7 @@ def _resumed(folder: str) -> tuple[list[str], list[float]]:
     return told, losses.losses
 
 
+@pytest.mark.drawn
 def test_kill_minus_9_and_a_restart_by_torchrun_change_nothing(seen, tmp_path):
     survivor = kill_and_resume(tmp_path / "run", SETTINGS, save_every=4, kill=(1, 6))
     assert survivor.job.restarts == 1

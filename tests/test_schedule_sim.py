@@ -259,6 +259,7 @@ def test_bad_times(times, message):
         simulate(gpipe(2, 2), **times)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "v"), [("zb-v", 1), ("interleaved", 2)])  # the two with most actions
 def test_sixty_four_ranks_and_a_thousand_micro_batches(name, v):
     timeline = simulate(schedule(name, 64, 1024, v))

@@ -261,6 +261,7 @@ def test_more_actions_than_anybody_reads_are_refused_before_they_are_built(call,
         call()
 
 
+@pytest.mark.drawn
 def test_the_largest_schedule_of_each_kind_is_built():
     assert sum(map(len, gpipe(4, 62_500).ranks)) == 500_000
     assert sum(map(len, zb_v(1, 83_333).ranks)) == 6 * 83_333

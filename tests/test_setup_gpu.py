@@ -122,6 +122,7 @@ def _driver(folder, printed):
 IMAGE = {"numpy": "2.1.0", "seen": "2.2.0", "old": "2.0.0"}
 
 
+@pytest.mark.drawn
 def test_an_ngc_image_without_ensurepip_keeps_its_torch_and_gets_what_was_tried(course, image):
     python = image({"torch": NGC, **IMAGE}, ensurepip=False)
     dry = _set_up(course, python, "--dry-run")
@@ -135,6 +136,7 @@ def test_an_ngc_image_without_ensurepip_keeps_its_torch_and_gets_what_was_tried(
     assert _versions(course) == [NGC, "2.1.0", "2.2.0", "1.5.0", "3.5.0"]
 
 
+@pytest.mark.drawn
 def test_an_image_whose_torch_is_too_old_gets_one_of_its_own_if_asked(course, image, tmp_path):
     python = image({"torch": "2.8.0a0+nv25.05", **IMAGE})
     refused = _set_up(course, python)

@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("ranks", "case"), [(n, case) for n, cases in CASES.items() for case in cases])
 def test_equal_to_one_process(ranks, case, seed):
     for found in on_ranks(train, ranks, seed, CASES[ranks]):

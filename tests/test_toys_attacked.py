@@ -16,6 +16,7 @@ from tests.attacked_toys import PLANTED, REFUSALS, TOYS, attack, draw_many, fail
 SMALL = {1: 20, 2: 60, 3: 20, 4: 10}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ranks", SMALL)
 def test_random_cases_are_equal_or_refused(ranks: int) -> None:
     found = attack(list(draw_many(seed=ranks, count=SMALL[ranks])), ranks)

@@ -72,6 +72,7 @@ def expected(folder: Path) -> list[float]:
     return [step["loss"] for step in plain_loop(config_from_args(args))]
 
 
+@pytest.mark.drawn
 def test_slurm_starts_one_torchrun_a_node_and_they_train_together(tmp_path: Path) -> None:
     for name, content in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(content)
@@ -171,6 +172,7 @@ def time_is_up(folder: Path, *options: str, **more: str) -> tuple[int, list[str]
     return job.returncode, asked[2:]
 
 
+@pytest.mark.drawn
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
     code, asked = time_is_up(tmp_path, *SMALL, "--steps", "100000", "--save-every", "50000")
     # As torchrun ends when it is told to stop.

@@ -238,6 +238,7 @@ FIGURES = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_shows_what_it_is_given(name):
     make, expected = FIGURES[name]

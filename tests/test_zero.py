@@ -326,6 +326,7 @@ def beside_torch(seed: int, backwards: int) -> tuple[dict, dict]:
     return result, traffic(seed, backwards)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("ranks", "backwards"), [(2, 1), (4, 1), (3, 2)])
 def test_weights_and_bytes_sent_are_torch_s(ranks: int, backwards: int) -> None:
     for result, seen in run_ranks(beside_torch, ranks, new_seed(), backwards):
@@ -390,6 +391,7 @@ def held_each(seed: int) -> tuple[dict, dict]:
     return held(seed, "fp32", "adamw"), even
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_held_are_the_calculator_s(ranks: int) -> None:
     """A flat is padded to a multiple of the ranks: fewer than N values each, and nothing else is extra."""

@@ -167,6 +167,7 @@ def python():
         pytest.skip("Pyodide comes from its CDN in this build: npm was not at hand")
 
 
+@pytest.mark.drawn
 @EACH
 def test_an_explorer_stands_there_before_the_first_touch(context, address, page):
     """Loading a page takes most of the time, so it is loaded once for all that is looked at."""
@@ -177,6 +178,7 @@ def test_an_explorer_stands_there_before_the_first_touch(context, address, page)
         assert live.lazy == []
 
 
+@pytest.mark.drawn
 @EACH
 def test_an_explorer_answers_as_python_does(context, address, page, python):
     """Starting Python takes most of the time, so it is started once for all that is asked."""
@@ -474,6 +476,7 @@ _CONTRAST = """node => {
 }"""
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("query", "said"),
     [
@@ -498,6 +501,7 @@ def test_what_the_address_asks_for_and_nobody_knows_is_named(context, address, q
         assert live.errors == [] or not MATHJAX_IS_LOCAL
 
 
+@pytest.mark.drawn
 @EACH
 def test_without_javascript_the_first_state_stands_there(browser, address, page):
     with browser.new_context(java_script_enabled=False) as plain, contextlib.closing(plain.new_page()) as sheet:
@@ -541,6 +545,7 @@ def _places(figure):
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("page", MOVING)
 def test_a_mechanism_is_stepped_through_by_keys_and_plays(context, address, page):
     with Visit(context, address, page) as visit:

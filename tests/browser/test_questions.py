@@ -96,6 +96,7 @@ def stored(visit, rung):
     return json.loads(visit.page.evaluate(f"localStorage.getItem('rung-by-rung:{rung}')"))
 
 
+@pytest.mark.drawn
 @pytest.mark.site
 @every_chapter
 def test_every_answer_is_judged_and_every_mistake_has_its_sentence(context, address, page):

@@ -90,6 +90,7 @@ class Visit:
         self.page.close()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_reads_well(context, address, page):
     """To load a page takes long, and to lay it out anew: it is loaded once, and each width comes once, for all."""

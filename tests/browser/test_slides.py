@@ -78,6 +78,7 @@ class Show(Visit):
         return self.at[0]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("page", CHAPTERS)
 def test_nothing_sticks_out_of_a_slide(context, address, page):
     with Show(context, address, page) as show:
