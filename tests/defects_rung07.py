@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lablib.calc.layouts import Mesh, score
 from lablib.calc.layouts.planner import Layout, Workload, cluster, plan, step_time
+from lablib.calc.parallel import expert_groups
 from lablib.checks import rung07
 from tests.planted import asked, listed
 
@@ -79,6 +80,12 @@ class sketch:
         found = Mesh(tuple(sizes.values()), tuple(sizes), gpus_per_node)
         return _sketch(sizes, gpus_per_node, groups=lambda _, axis: found.groups(axis))
 
+    def without_the_idea_lablibs_expert_groups(sizes, gpus_per_node):
+        axes = dict.fromkeys(("tp", "cp", "dp", "pp"), 1) | sizes
+        order = "-".join([*sizes, *(axis for axis in axes if axis not in sizes), "ep"])
+        found = expert_groups(**axes, ep=1, etp=1, order=order)
+        return _sketch(sizes, gpus_per_node, groups=lambda _, axis: found[axis])
+
     one_group_of_all = lambda *case: _sketch(*case, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
     def right(sizes, gpus_per_node):
@@ -140,6 +147,11 @@ class build_mesh:
     cp_left_out_of_fsdp = lambda sizes: _views(sizes, hsdp=lambda world, held, full: full["dp_replicate", "dp_shard"])
     cp_beside_the_shards = lambda sizes: _views(sizes, hsdp=lambda world, held, full: (
         full["dp_shard", "cp"] if sizes["cp"] > 1 else held["dp_replicate", "fsdp"]))  # fmt: skip
+    cp_folded_only_into_shards_that_are_there = lambda sizes: _views(sizes, hsdp=lambda world, held, full: (
+        full["dp_replicate", "dp_shard"] if sizes["dp_shard"] == 1 else held["dp_replicate", "fsdp"]))  # fmt: skip
+    cp_among_the_replicas = lambda sizes: _views(sizes, hsdp=lambda world, held, full: (
+        held["dp_replicate", "fsdp"] if sizes["dp_replicate"] == 1 else
+        world._unflatten(0, (sizes["pp"], 2 * sizes["cp"], sizes["dp_shard"], sizes["tp"]), ("a", "r", "s", "b"))["r", "s"]))  # fmt: skip
     batch_of_two_axes = lambda sizes: (made := _views(sizes)) | {"batch": made["hsdp"]}
     hsdp_of_another_mesh = lambda sizes: _views(sizes, hsdp=lambda world, held, full: DeviceMesh(
         "cpu", held.mesh.permute(0, 3, 1, 2), mesh_dim_names=("pp", "tp", "r", "s"))["r", "s"])  # fmt: skip
@@ -170,7 +182,7 @@ _COPIES = {"samples": {"pp", "tp"}, "embed": {"pp", "dp", "tp"}, "scale": {"dp",
 _AXES = ("pp", "dp", "tp")
 
 
-def _off(here, theirs, mesh, equal_parts=True, own_group=False):
+def _off(here, theirs, mesh, equal_parts=True, own_group=False, unseen=()):
     """Return what is wrong first and over which axes, from what all ranks hold."""
     me, found = mesh.get_coordinate(), {}
     for at, seen in theirs.items():
@@ -179,8 +191,8 @@ def _off(here, theirs, mesh, equal_parts=True, own_group=False):
             if own_group and me != at:
                 continue
             for what in seen.keys() & other.keys():
-                copies = axis in _COPIES[what.split(".")[-1]]
-                if (copies or equal_parts) and torch.allclose(seen[what] * 1.0, other[what] * 1.0) != copies:
+                copies, looks = axis in _COPIES[what.split(".")[-1]], (what[2:], axis) not in unseen
+                if looks and (copies or equal_parts) and torch.allclose(seen[what] * 1.0, other[what] * 1.0) != copies:
                     found.setdefault(what, set()).add(axis)
     return next(((what, found[what]) for what in ("samples", *sorted(found)) if what in found), None)
 
@@ -200,7 +212,7 @@ def _find(job, mesh, norms=True, first=(), **how):
     counted = [axis for axis in ("", *_AXES) if abs(seen["norm"] ** 2 / squares(axis) - 1) < 1e-4] + ["?"]
     if first and abs(seen["norm"] / job.alone()["norm"] - 1) > 1e-4:
         return first
-    return found or (("norm", {counted[0]}) if norms and counted[0] else None)
+    return found or (("norm", {counted[0]} - {"?"}) if norms and counted[0] else None)
 
 
 class find_fault:
@@ -218,6 +230,8 @@ class find_fault:
 
     forgets_the_norm = lambda job, mesh: _find(job, mesh, norms=False)
     the_norm_before_all_else = lambda job, mesh: _find(job, mesh, first=("norm", {"dp"}))
+    a_gain_along_tp_alone = lambda job, mesh: _find(job, mesh, unseen={("scale", "dp")})
+    rows_along_dp_alone = lambda job, mesh: _find(job, mesh, unseen={("down", "tp")})
     each_rank_for_itself = lambda job, mesh: _find(job, mesh, norms=False, own_group=True)
 
     def one_axis_where_there_are_two(job, mesh):
@@ -344,6 +358,9 @@ SENTENCES = {
     "one_axis_for_fsdp": "`hsdp` has two",
     "cp_left_out_of_fsdp": "folded into its shards",
     "cp_beside_the_shards": "folded into its shards",
+    "cp_folded_only_into_shards_that_are_there": "folded into its shards",
+    "cp_among_the_replicas": "folded into its shards",
+    "without_the_idea_lablibs_expert_groups": "These are lablib's groups",
     "batch_of_two_axes": "`batch` has 2 axes",
     "hsdp_of_another_mesh": "slices of one mesh",
     "shards_far_and_replicas_near": "Shards and replicas are exchanged",
@@ -355,6 +372,7 @@ SENTENCES = {
     "without_the_idea_asks_the_check": "This asks the check",
     "forgets_the_norm": "add up yourself",
     "the_norm_before_all_else": "the axes are not dp",
+    "rows_along_dp_alone": "the axes are not dp",
     "each_rank_for_itself": "You find nothing in a job",
     "one_axis_where_there_are_two": "the axes are not dp",
     "without_the_idea_asks_the_planner": "The answer asks the planner",

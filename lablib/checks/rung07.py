@@ -96,7 +96,7 @@ def sketch(answer: Callable[[Sizes, int], Mapping[str, object]], seed: int = 77)
     cases += [(_draw(dice), dice.choice((2, 4, 6, 8))) for _ in range(12)]
     for sizes, gpus_per_node in cases:
         _judge_sketch(_of(answer, dict(sizes), gpus_per_node, sizes=sizes), sizes, gpus_per_node)
-    if any(name.startswith("lablib.calc.layouts.") for name in getattr(answer, "called", ())):
+    if any(name.startswith("lablib.") for name in getattr(answer, "called", ())):
         raise Wrong(
             "These are lablib's groups. A rank's coordinates are the digits of its number: compare those of all ranks."
         )
@@ -153,8 +153,8 @@ def _explain_crossing(axis: str, found: Mesh, case: str) -> NoReturn:
 # --- the mesh of a job --------------------------------------------------------------------------------------
 
 #: pp, dp_replicate, dp_shard, cp, tp on eight ranks: pp before replicas before shards, shards before cp before tp, and no
-#: other order has all of that. The third has the two ends together.
-_JOBS = ((2, 2, 2, 1, 1), (1, 1, 2, 2, 2), (2, 1, 2, 1, 2))
+#: other order has all of that. The third has the two ends together, the fourth cp beside replicas and without shards.
+_JOBS = ((2, 2, 2, 1, 1), (1, 1, 2, 2, 2), (2, 1, 2, 1, 2), (1, 2, 1, 2, 2))
 _ORDER, _WIDTH = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), 8
 _MESHES = ("pp", "tp", "cp", "batch", "hsdp", "loss", "norm")
 
@@ -249,7 +249,7 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
     kind="work",
 )
 def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
-    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for three jobs."""
+    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for four jobs."""
     results = on_ranks(_on_meshes, 8, answer, patience=60.0)
     for shape, by_rank in zip(_JOBS, zip(*results, strict=True), strict=False):
         sizes = dict(zip(_ORDER, shape, strict=True))
@@ -279,7 +279,7 @@ def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, ca
         ("`fully_shard` shards over the last axis of its mesh and replicates over the first: `hsdp` has two, and one alone would "
          "shard over the replicas as well, or forget them", name == "hsdp" and depth != 2),
         ("Ranks of a cp group hold the same weights and see other tokens: they belong to the mesh that averages gradients, "
-         "folded into its shards", name == "hsdp" and folded and (len(flat(got)) < len(flat(right)) or len(right) < len(got) < len(right[0]))),
+         "folded into its shards", name == "hsdp" and folded and (len(flat(got)) < len(flat(right)) or len(right) < len(got) != len(right[0]))),
         ("Each cp rank reads a part of the same samples: `batch` counts who reads other samples, replicas and shards",
          name == "batch" and folded and len(got) > len(right)),
         ("Who shards reads other samples too: FSDP is data parallelism, so `batch` has replicas times shards",
@@ -440,11 +440,12 @@ def _its_mesh() -> tuple[DeviceMesh]:
     kind="fault",
 )
 def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
-    """Judge `find_fault(job, mesh)`: None, or what is wrong first and over which axes, on eight ranks for twelve jobs."""
+    """Judge `find_fault(job, mesh)`: None, or what is wrong first and over which axes, on eight ranks for fifteen jobs."""
     dice, jobs = random.Random(seed), {}
-    while len(jobs) < len(_KINDS) + 1:
+    while len(jobs) < len(_KINDS) + 4:  # two are healthy; an average is missing, and wrong, in each part
         job = Job(dice.randrange(10**6))
-        kind = _drawn(job._seed)[0]
+        kind, where, _ = _drawn(job._seed)
+        kind += where[1:] * (kind in ("own", "wrong axis"))
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
     found = ask_ranks(answer, 8, list(jobs.values()), more=_its_mesh, patience=60.0)
     for job, by_rank in zip(jobs.values(), found, strict=True):

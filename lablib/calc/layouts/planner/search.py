@@ -4,7 +4,7 @@
     result.best.layout              # tp=8 cp=2 pp=16 ...
     result.fastest.layout           # tp=4 cp=4 pp=16 ...
 
-All divisors are tried: tp of the heads and of a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
+All divisors are tried: tp of the heads, up to a node, pp of the layers, cp of the sequence, dp of the batch, ep of the
 experts, split over tp or whole over all ranks of a stage. What the caller fixes is taken as it is, tp beyond a node too.
 A copy of what ZeRO-3 shards is on all ranks, or on those of a node with replicas outside, so that gathers stay inside
 (FSDP, arXiv 2304.11277, section 3.2). Fewer ranks of a node hold more and send more out of it; those of some nodes
