@@ -3,7 +3,7 @@
 # ruff: noqa: E731
 
 import copy
-from collections import deque
+from collections import deque, namedtuple
 from itertools import count, repeat
 from types import SimpleNamespace
 
@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 from lablib.calc.schedules import Action, one_f_one_b, to_csv, zb_h1
+from lablib.checks.rung04 import CHANGES, uneven_model
 from tests.planted import listed, told
 from tests.scripts import load
 
 _solution = load("labs/solutions/rung04.py")
+_Named = namedtuple("_Named", "stage kind microbatch")
+#: Of an answer that counts its calls.
+_TURNS = count()
 
 
 def _rows(p, m, warmups):
@@ -102,8 +106,11 @@ class one_f_one_b_schedule:
             rows.append(" ".join(row))
         return rows
 
-    # PyTorch's CSV, from the calculator.
-    right_2 = lambda p, m: to_csv(one_f_one_b(p, m))
+    lablibs_own = lambda p, m: to_csv(one_f_one_b(p, m))
+    cases_seen = told(_plain, lambda rows, p, m: rows if m < 14 else _rows(p, m, lambda i: 0))
+
+    # PyTorch's CSV.
+    right_2 = told(_plain, lambda rows: "\r\n".join(row.replace(" ", ",") for row in rows))
 
     def right_3(p, m):
         """A chart: ranks in a dictionary, tuples of cells with idle slots."""
@@ -142,8 +149,13 @@ class beat_1f1b:
             rows.append(cells)
         return rows
 
-    # ZB-H1 from the calculator, as lists of its actions.
-    right_3 = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
+    lablibs_own = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
+    cases_seen = told(_plain, lambda rows, m: rows if m > 10 else [_halved(row, "I", "W") for row in rows])
+    # The backwards of the calculator's 1F1B in halves, as tuples with names.
+    right_3 = lambda p, m: [
+        [_Named(a.stage, kind, a.microbatch) for a in rank for kind in ("IW" if a.kind == "B" else "F")]
+        for rank in one_f_one_b(p, m).ranks
+    ]
 
 
 # --- a model, cut and trained, on ranks -------------------------------------------------------------------------------
@@ -213,6 +225,10 @@ def _zero_bubble(stage, **options):
     return ScheduleInterleavedZeroBubble([stage], **options)
 
 
+#: The models that every call of the check has.
+_SEEN = [uneven_model(seed)[1] for seed in (6, 7, 8)]
+
+
 class train_in_stages:
     without_the_idea_equal_layers = _in_stages(cut=_equal_cut)
     forgets_the_head = _in_stages(cut=lambda times, p: _best_cut(times | {"head": 0}, p))
@@ -231,6 +247,25 @@ class train_in_stages:
         for x, target in zip(tokens.chunk(m), targets.chunk(m), strict=True):
             (loss(model(x), target) / m).backward()
         return loss(model(tokens), targets).detach()
+
+    cuts_seen = _in_stages(cut=lambda times, p: (_best_cut if times in _SEEN else _equal_cut)(times, p))
+
+    def without_the_idea_no_message(model, times, tokens, targets, m, loss):
+        """Every rank runs all of a copy, in which its own stage is the model's."""
+        rank, p, mixed, losses = dist.get_rank(), dist.get_world_size(), copy.deepcopy(model), []
+        sizes, tied = _best_cut(times, p), mixed.words.weight
+        for k in range(sum(sizes[:rank]), sum(sizes[: rank + 1])):
+            mixed.layers[k] = model.layers[k]
+        for name in {0: ("words", "places"), p - 1: ("norm", "head")}.get(rank, ()):
+            setattr(mixed, name, getattr(model, name))
+        for x, target in zip(tokens.chunk(m), targets.chunk(m), strict=True):
+            losses.append(loss(mixed(x), target) / m)
+            if len(losses) > 1:
+                losses[-2].backward()
+        losses[-1].backward()
+        if model.head.weight is model.words.weight and rank in (0, p - 1):
+            model.words.weight.grad += tied.grad
+        return sum(losses).item() if rank == p - 1 else None
 
     # A search by limit, other classes of PyTorch, and a float.
     right = _in_stages(made=_zero_bubble, told=lambda losses: losses.mean().item())
@@ -358,14 +393,19 @@ class find_wrong_action:
     the_first_micro_batch = _by_signs(lambda found, signs: found and found._replace(microbatch=0))
     finds_something_everywhere = _by_signs(lambda found, signs: found or Action("F", 0, 0))
 
+    says_that_all_is_well = _by_signs(lambda found, signs: found or "healthy")
+
+    # By their number, as the verdicts tell them.
+    pipelines_seen = lambda pipeline: ["2F1", "0B4", None, "3F2", "2B3", "2B2", "0F0"][next(_TURNS) % 7]
+
     def each_rank_for_itself(pipeline):
         found, rank = _signs(pipeline), dist.get_rank()
         return _finds({kind: [each for each in bad if each[0] == rank] for kind, bad in found.items()})
 
     # PyTorch's way to write it, from a hook of the output.
     right = _by_signs(lambda found, signs: found and str(found))
-    # A tuple on every rank.
-    right_2 = _by_signs(lambda found, signs: found and (found.stage, found.kind, found.microbatch))
+    # A tuple on every rank, with names.
+    right_2 = _by_signs(lambda found, signs: found and _Named(found.stage, found.kind, found.microbatch))
 
     def right_3(pipeline):
         """Ranks take turns from stage to stage, and rank 0 alone answers."""
@@ -415,6 +455,7 @@ class explain_1f1b:
         schedule=lambda got, b, a: got["schedule"].replace("interleaved", "not interleaved")
     )
     in_his_own_words = _explained(changed=lambda got, b, a: "the schedule")
+    in_the_order_of_the_list = _explained(changed=lambda got, b, a: list(CHANGES)[next(_TURNS) // 3 % 6])
 
     def right(before, after):
         """Ratios of what is seen, and a table of them."""
@@ -463,6 +504,9 @@ SENTENCES = {
     "in_one_piece": "in larger pieces",
     "divides_by_m_twice": "divided by m twice",
     "never_divides": "sums over the micro-batches",
+    "lablibs_own": "ready-made",
+    "without_the_idea_no_message": "hands on what they computed",
+    "says_that_all_is_well": "or None",
     "forgets_the_tie": "they drift apart",
     "means_the_tie": "not their mean",
     "trains_a_copy": "copies would be trained",

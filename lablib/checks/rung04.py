@@ -45,11 +45,14 @@ from lablib.checks.judging import (
     refuse,
     refuse_peeking,
 )
+from lablib.launch.measure import record_comms
 from lablib.toys import transformer
 from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.transformer import Transformer, tiny_config
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
+#: Draws one case more in every call, so that answers to cases that were seen are none.
+_NEW = random.SystemRandom()
 
 
 def _by_rank(got: object) -> object:
@@ -59,12 +62,20 @@ def _by_rank(got: object) -> object:
     return [got[rank] for rank in sorted(got, key=lambda rank: int(re.sub(r"\D", "", str(rank)) or -1))]
 
 
-def _rounded(got: object, truth: float, digits: Sequence[int] = (2, 3)) -> bool:
-    return close(got, truth, rel=2e-3) or any(close(got, round(truth, digit)) for digit in digits)
-
-
 def _case(p: int, m: int) -> str:
     return f"p={p}, m={m}"
+
+
+def _text(action: object) -> str:
+    """Return an action as text: a tuple of its three parts, named or not, unless it has a text of its own."""
+    parts = isinstance(action, list | tuple) and type(action).__str__ is object.__str__
+    return ("".join(map(str, action)) if parts else str(action)).strip("'\" ").upper()  # type: ignore[arg-type]
+
+
+def _refuse_lablibs(answer: Callable, *names: str) -> None:
+    ready = {f"lablib.calc.schedules.generators.{name}" for name in ("schedule", *names)}
+    refuse("", ("This order is lablib's, ready-made: write it action by action, or let a program of yours search",
+                ready & set(getattr(answer, "called", ()))))  # fmt: skip
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
@@ -91,9 +102,7 @@ def _rows(answer: object, p: int) -> list[list[str]]:
             row = re.split(r"[\s,;|>]+", re.sub(r"^\s*(rank\s*)?\d+\s*:", "", row.strip("[]() "), flags=re.IGNORECASE))
         elif isinstance(row, set | frozenset | bytes) or not hasattr(row, "__iter__"):
             raise Wrong(f'A row is text, such as "0F0 0F1 0B0 0B1", or a list of actions, and not {row!r}.')
-        cells = ("".join(map(str, cell)) if type(cell) in (list, tuple) else str(cell) for cell in row)
-        cells = (cell.strip("'\" ").upper() for cell in cells)
-        rows.append([cell for cell in cells if cell not in _IDLE])
+        rows.append([text for text in map(_text, row) if text not in _IDLE])
     if len(rows) != p:
         raise Wrong(f"Return one row of actions for each of the {p} ranks; you return {len(rows)}.")
     return rows
@@ -129,9 +138,10 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
 )
 def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
-    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13)]
+    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (_NEW.randint(5, 9), _NEW.randint(14, 30))]
     for p, m in cases:
         _judge_1f1b(answer(p, m), p, m)
+    _refuse_lablibs(answer, "one_f_one_b", "interleaved")
     return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
 
 
@@ -175,7 +185,7 @@ def _judge_1f1b(answer: object, p: int, m: int) -> None:
 def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
-    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10)):
+    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (_NEW.randint(3, 7), _NEW.randint(11, 20))):
         mine, rival = _within_memory(answer(p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         if mine.makespan >= rival.makespan:
             raise Wrong(
@@ -189,6 +199,7 @@ def beat_1f1b(answer: Callable[[int, int], object]) -> str:
                 "weight halves for that wait"
             )  # fmt: skip
             score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B and {best:g} of ZB-H1{more}."
+    _refuse_lablibs(answer, "zb_h1")
     return score
 
 
@@ -313,33 +324,35 @@ def _batch(seed: int, m: int) -> tuple[Tensor, Tensor]:
 )
 def train_in_stages(answer: Callable[..., object]) -> str:
     """Judge `train_in_stages(model, times, tokens, targets, m, loss)`: one step of 1F1B on three ranks, beside one process."""
-    cases, p = [(6, 4), (7, 6), (8, 5)], 3
+    cases, p = [(6, 4), (7, 6), (8, 5), (2 * _NEW.randrange(50, 10**6), 4)], 3
     by_rank, longest = on_ranks(_train, p, answer, cases), []
     for (seed, m), runs in zip(cases, zip(*by_rank, strict=True), strict=True):
-        ran, gradients, losses = zip(*runs, strict=True)
+        ran, gradients, losses, talks = zip(*runs, strict=True)
         times = uneven_model(seed, p)[1]
-        longest.append(_judge_cut(ran, times, m))
+        longest.append(_judge_cut(ran, times, m, talks))
         _judge_gradients(ran, gradients, losses[-1], seed, m)
     told = ", ".join(f"{mine:g} ms for {best:g}" for mine, best in longest)
     return f"Gradients of one process from three ranks, for models that nobody had cut; the longest stage takes {told}."
 
 
 def _train(answer: Callable[..., object], cases: Sequence) -> list[tuple]:
-    """Return for each case what a rank ran of each layer, its gradients, and its loss."""
+    """Return for each case what a rank ran of each layer, its gradients, its loss, and whether it spoke with others."""
     found = []
     for seed, m in cases:
         model, times = uneven_model(seed, dist.get_world_size())
-        loss = answer(model, times, *_batch(seed, m), m, mean_loss)
+        with record_comms() as log:
+            loss = answer(model, times, *_batch(seed, m), m, mean_loss)
         ran = {k: (layer.rows, layer.most) for k, layer in enumerate(model.layers) if layer.rows}
         try:
             loss = float(loss)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):  # None, or several
             loss = None
-        found.append((ran, {name: w.grad for name, w in model.named_parameters() if w.grad is not None}, loss))
+        gradients = {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
+        found.append((ran, gradients, loss, bool(log.events)))
     return found
 
 
-def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int) -> tuple[float, float]:
+def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int, talks: Sequence[bool]) -> tuple[float, float]:
     """Return the longest stage and the best one, if every layer ran on one rank, by micro-batches, as in 1F1B."""
     p, count = len(ran), len(times["layers"])
     where, homes = f"{p} ranks, m={m}", [[rank for rank in range(p) if k in ran[rank]] for k in range(count)]
@@ -353,6 +366,8 @@ def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int) -> tuple[float, f
          "place", not homes[lost]),
         (f"Layer {shared} runs on {len(homes[shared])} ranks: in a pipeline a layer lives on one rank, and the next rank gets "
          "what it computed as a message", len(homes[shared]) > 1),
+        ("A rank sends and gets nothing: it computes the other stages itself, in a copy, where a pipeline hands on what they "
+         "computed", not all(talks)),
         (f"A rank computes {largest} sequences at once, and a micro-batch has 2: in larger pieces the stages wait for each "
          "other longer", largest > 2),
         ("One micro-batch is finished before the next begins, so one rank works at a time", most == 1),
@@ -531,7 +546,7 @@ def suspect(seed: int, m: int = 6) -> Suspect:
 )
 def find_wrong_action(answer: Callable[[Suspect], object]) -> str:
     """Judge `find_wrong_action(pipeline)`, called on each of four ranks: the first wrong action, None in a healthy pipeline."""
-    seeds, p, m = range(30, 36), 4, 5
+    seeds, p, m = [*range(30, 36), _NEW.randrange(100, 10**6)], 4, 5
     by_rank = on_ranks(_search, p, answer, seeds, m)
     for found in zip(*by_rank, strict=True):
         _judge_found({said for said, _ in found if said}, found[0][1], p)
@@ -546,8 +561,8 @@ def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -
     for seed in seeds:
         pipeline = suspect(seed, m)
         said = answer(pipeline)
-        said = "" if said in (None, "None") else "".join(map(str, said)) if type(said) in (list, tuple) else str(said)
-        found.append((said.strip().upper(), str(pipeline._pipeline.where) if pipeline._pipeline.slips else ""))
+        said = "" if said in (None, "None") else _text(said)
+        found.append((said, str(pipeline._pipeline.where) if pipeline._pipeline.slips else ""))
     refuse_peeking(answer, f"{__name__}.Suspect.reveal")
     return found
 
@@ -555,8 +570,10 @@ def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -
 def _judge_found(said: set[str], truth: str, p: int) -> None:
     if said == ({truth} if truth else set()):
         return
+    strange = next((each for each in said if not re.fullmatch(r"\d+[FB]\d+", each)), "")
     refuse(
         "",
+        (f"Return an action, such as '2F5', or None; {strange[:40]!r} is neither", strange),
         (f"Two ranks name two actions, {' and '.join(sorted(said)[:2])}: what goes wrong on one is handed to its neighbours, so "
          "the ranks have to compare what they saw", len(said) > 1),
         ("You name an action of a healthy pipeline: fp32 sums in another order differ in the last digits", not truth),
@@ -567,10 +584,8 @@ def _judge_found(said: set[str], truth: str, p: int) -> None:
             "reads nothing of what it adds to its weights: look at all three."
         )
     (mine,) = said
-    found = re.fullmatch(r"(\d+)([FB])(\d+)", mine)
-    if not found:
-        raise Wrong(f"Return an action, such as '2F5', or None; {mine[:40]!r} is none.")
-    stage, kind, k = int(found[1]), found[2], int(found[3])
+    stage, kind, k = re.split("([FB])", mine)
+    stage, k = int(stage), int(k)
     right = Action(truth[1], int(truth[0]), int(truth[2:]))
     refuse(
         "",
@@ -603,7 +618,7 @@ CHANGES = {
 )
 def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], seed: int = 11) -> str:
     """Judge `explain_1f1b(before, after)`: what one change did to a run, and what twice the micro-batches would do."""
-    cases = _changed(seed)
+    cases = _changed(seed) + _NEW.sample(_changed(_NEW.randrange(10**6)), 6)
     for change, before, after, name, more in cases:
         asked = "changed", "schedule", "idle_over_total", "held"
         got = by_name(answer(copy.deepcopy(before), copy.deepcopy(after)), *asked)
@@ -625,7 +640,8 @@ def _changed(seed: int) -> list[tuple]:
     dice = random.Random(seed)
     names = ["gpipe", "1f1b", "interleaved"]
     only = {"1f1b for gpipe": "gpipe", "more stages a rank": "1f1b", "backward in halves": "1f1b"}
-    return [_observed(change, only.get(change, name), dice) for change in CHANGES for name in names]
+    cases = [_observed(change, only.get(change, name), dice) for change in CHANGES for name in names]
+    return dice.sample(cases, len(cases))
 
 
 def _observed(change: str, name: str, dice: random.Random) -> tuple[str, dict, dict, str, Timeline]:
@@ -673,7 +689,8 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
             ("the wait does not grow with m: filling and draining the pipeline takes what it took",
              2 * waits / (busy + 2 * waits)),
         ]  # fmt: skip
-        refuse("", (f"{what}: right but for rounding; return the number as it is", _rounded(idle, right)))
+        rounded = close(idle, right, rel=2e-3) or any(close(idle, round(right, digits)) for digits in (2, 3))
+        refuse("", (f"{what}: right but for rounding; return the number as it is", rounded))
         recognize(idle, "", [(f"{what}: {why}", value) for why, value in slips])
         raise Wrong(
             f"{what}: a rank that works {busy:.4g} s and waits {waits:.4g} s works twice as long and waits as long."

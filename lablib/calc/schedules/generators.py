@@ -144,7 +144,7 @@ def check_size(kinds: int = 2, fewest: int = 1, stages: int = 1, **numbers: int)
 def zb_h1(p: int, m: int) -> Schedule:
     """Return ZB-H1: rank i runs `p - 1 - i` forwards first and its weight halves i micro-batches late.
 
-    Idle `(p - 1)(t_F + t_I - t_W)`, all of it within the first stage's span, where W is the shortest of the three,
+    Idle `(p - 1)(t_F + t_I - t_W)`, all of it within the first stage's span, where m >= p and W is the shortest,
     as it is in a Transformer; at most p micro-batches held (Table 2 of the paper).
     """
     return _split(p, m, 1, "zb-h1")
