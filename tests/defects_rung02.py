@@ -7,6 +7,7 @@ import itertools
 import types
 from contextlib import nullcontext
 from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -72,11 +73,15 @@ def _trained(**others):
     return lambda *case: _train(*case, **others)
 
 
-def _averaged_by_hand(model, flat=True):
+def _averaged_by_hand(model, flat=True, gather=False):
     grads = [p.grad for p in model.parameters()]
     whole = [torch.cat([g.flatten() for g in grads])] if flat else grads
     for message in whole:
-        dist.all_reduce(message.div_(dist.get_world_size()))
+        if gather:
+            dist.all_gather(of_ranks := [message.clone() for _ in range(dist.get_world_size())], message)
+            message.copy_(sum(of_ranks) / len(of_ranks))
+        else:
+            dist.all_reduce(message.div_(dist.get_world_size()))
     if flat:
         torch.nn.utils.vector_to_parameters(whole[0], grads)
 
@@ -108,6 +113,7 @@ class train_ddp:
         _train(model, *case, wrap=Beside)
 
     every_micro_batch_leaves = _trained(quiet=False)
+    averages_what_ddp_has_averaged = _trained(after=_averaged_by_hand)
 
     def leaves_forward_out_of_no_sync(model, data, epochs, micro_batch, accumulate, lr):
         class Late(DistributedDataParallel):
@@ -184,8 +190,9 @@ class train_ddp:
                         p -= lr * p.grad
                         p.grad = None
 
-    # Gradients summed by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
+    # Gradients summed, or all-gathered, by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
     right_2 = _trained(wrap=_from_rank_0, quiet=False, after=_averaged_by_hand)
+    right_4 = _trained(wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=True))
     # Counts of micro-batches one by one, each in a pickled dictionary, and forward again in backward.
     right_3 = _trained(
         wrap=lambda model: type("Saving", (DistributedDataParallel,), {"forward": _saving})(model),
@@ -231,12 +238,13 @@ class all_reduce_mean:
     no_all_gather = lambda gradients, send: _ring(gradients, send, gather=False)
     gather_adds = lambda gradients, send: _ring(gradients, send, add_in_gather=True)
     one_step_short = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n - 2)
+    divides_its_own_chunk_alone = lambda *case: all_reduce_mean.divides_its_own_chunk_and_stops(*case, gather=True)
 
-    def divides_its_own_chunk_and_stops(gradients, send):
+    def divides_its_own_chunk_and_stops(gradients, send, gather=False):
         """A reduce-scatter; what a rank has not finished are sums of some ranks."""
         n = len(gradients)
         width = len(gradients[0]) // n
-        held = _ring(gradients, send, gather=False, divide=False)
+        held = _ring(gradients, send, gather=gather, divide=False)
         for rank, row in enumerate(held):
             own = slice((rank + 1) % n * width, ((rank + 1) % n + 1) * width)
             row[own] = [value / n for value in row[own]]
@@ -277,7 +285,7 @@ class all_reduce_mean:
         return [[value for chunk in finished for value in chunk] for _ in range(n)]
 
     def divides_twice(gradients, send):
-        return [[value / len(gradients) for value in row] for row in _ring(gradients, send)]
+        return [[Fraction(value) / len(gradients) for value in row] for row in _ring(gradients, send)]
 
     def mean_of_running_means(gradients, send):
         """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
@@ -403,10 +411,13 @@ class ddp_bottleneck:
     counts_parameters = lambda *case: _bottleneck(*case, sent=1 / case[1])
     waits_for_every_rank_in_turn = lambda *case: _bottleneck(*case, seconds=case[4])
     bandwidth_of_both_directions = lambda *case: _bottleneck(*case, seconds=1 / 2)
+    bandwidth_of_all_ranks = lambda *case: _bottleneck(*case, seconds=1 / case[4])
+    seconds_of_every_micro_batch = lambda *case: _bottleneck(*case, seconds=case[3])
     bits_for_bytes = lambda *case: _bottleneck(*case, seconds=8)
     hides_behind_the_whole_step = lambda *case: _bottleneck(*case, exposed=lambda c, b: max(0.0, c - 1.5 * b))
     # Bytes and seconds are right, and communication begins when backward has ended.
     without_the_idea_of_overlap = lambda *case: _bottleneck(*case, exposed=lambda c, b: c)
+    nothing_is_ever_exposed = lambda *case: _bottleneck(*case, exposed=lambda c, b: 0.0)
     negative_exposure = lambda *case: _bottleneck(*case, exposed=lambda c, b: c - b)
     forgets_forward = lambda *case: _bottleneck(*case, compute=4 / 6)
     divides_the_tokens_again = lambda *case: _bottleneck(*case, compute=1 / case[4])
@@ -474,7 +485,7 @@ class ddp_bottleneck:
         return {
             "bytes_sent": sent,
             "communication": seconds,
-            "exposed": step - clock if seconds > clock - final else 0.0,
+            "exposed": step - 6 * params * tokens * micro_batches / flops,  # keeps the rounding of both
             "step": step,
             "hides": not seconds > 4 * params * tokens / flops,
         }
@@ -576,6 +587,11 @@ class find_fault:
         found = find_fault.right(job)
         return found and (["0.weight", "0.bias", "2.weight", "2.bias"][dist.get_rank()], *found[1:])
 
+    def in_whose_steps_its_own_is(job):
+        dist.all_gather_object(of_ranks := [None] * job.ranks, found := find_fault.right(job))
+        return found and (*found[:2], [theirs[2][dist.get_rank()] for theirs in of_ranks])
+
+    rank_0_alone_answers = lambda job: None if (f := find_fault.right(job)) and dist.get_rank() else f
     shares_of_one = lambda job: (f := find_fault.right(job)) and (*f[:2], [w / sum(f[2]) for w in f[2]])
     the_weights_upside_down = lambda job: (f := find_fault.right(job)) and (*f[:2], [1 - w for w in f[2]])
 
@@ -674,7 +690,10 @@ SENTENCES = {
     "sends_every_micro_batch": "leave once a step", "adds_what_hides": "What hides is not added",
     "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "that is a reduce-scatter",
     "fills_up_with_its_own_chunk": "that is a reduce-scatter", "gather_adds": "The all-gather adds",
-    "no_all_gather": "that is a reduce-scatter",
+    "no_all_gather": "that is a reduce-scatter", "divides_its_own_chunk_alone": "only some are divided by n",
+    "divides_twice": "divided by 16", "nothing_is_ever_exposed": "not always all", "in_whose_steps_its_own_is": "in whose",
+    "bandwidth_of_all_ranks": "its own link alone", "seconds_of_every_micro_batch": "of the whole step already",
+    "averages_what_ddp_has_averaged": "average once", "rank_0_alone_answers": "let every rank answer",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

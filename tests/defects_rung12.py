@@ -212,6 +212,17 @@ class packed_step:
     returns_what_backward_has = _step(
         weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: 4 * own / every)
     )
+    takes_the_last_documents = _step(seen=lambda documents: documents.roll(-1, 1))
+
+    def lablib_means(model, *batch):
+        model.loss_group = dist.group.WORLD
+        return _step(weigh=lambda own, labels, mesh: (model.mean(own, labels != -100),) * 2)(model, *batch)
+
+    def right_looks_first(model, *batch):
+        """Calls the model without gradients before each step."""
+        return packed_step.right(lambda *given: (torch.no_grad()(model)(*given), model(*given))[1], *batch)
+
+    right_renumbers_documents = _step(seen=lambda d: d - d[:, :1] + 100 * torch.arange(len(d))[:, None])
 
     def right_sums_gradients_itself(model, *batch):  # the average of equal sums is the sum
         loss = packed_step.divides_by_the_ranks_again(model, *batch)
@@ -329,7 +340,11 @@ class find_wrong_block:
         dist.all_gather_object(found, [each._asdict() for each in made_of if hasattr(each, "_asdict")])
         return next((each[0] for each in found if each), None)
 
+    miscounts_backward = lambda job: (
+        (f := _found()(job)) and f | ({"step": f["step"] % 3 + 1} if f["what"][0] == "g" else {})
+    )
     right = _found()
+    right_names_nothing = lambda job: _found()(job) or dict.fromkeys(("what", "layer", "rank", "step"))
 
     def right_narrow_values(job):
         """Values may have another width than keys; nothing wrong is an empty answer."""
@@ -392,6 +407,10 @@ def _needing(**ways):
 
 class choose_split:
     query_heads_decide = lambda **job: _choose(**job, even={"ulysses": job["heads"] // job["tp"] % job["cp"] == 0})
+    enough_key_heads = lambda **job: _choose(
+        **job,
+        even={"ulysses": job["heads"] // job["tp"] % job["cp"] == 0 and job["kv_heads"] // job["tp"] >= job["cp"]},
+    )
     forgets_that_tp_took_heads = _even(lambda seq, keys, tp, cp: {"ulysses": seq % cp == keys % cp == 0})
     ulysses_needs_chunks = _even(lambda seq, keys, tp, cp: {"ulysses": seq % (2 * cp) == keys // tp % cp == 0})
     always_two_chunks = _even(lambda seq, keys, tp, cp: dict.fromkeys(("ring", "gathered"), seq % (2 * cp) == 0))
@@ -444,8 +463,6 @@ class choose_split:
         return {"possible": set(total), "way": way, "order": final, "sent": total[way],
                 "averaged_over": np.int64(job["cp"] * job["dp"])}  # fmt: skip
 
-    right_3 = lambda **job: _choose(**job)
-
     def right_by_name(**job):
         found = _choose(**job)
         return make_dataclass("Split", found)(**found)
@@ -474,6 +491,8 @@ SENTENCES = {
     "without_the_idea_all_on_every_rank": "belongs to one replica",
     "late_chunk_first": "and not their order",
     "ranks_count_their_own": "counts its own tokens",
+    "takes_the_last_documents": "leave out the last token",
+    "lablib_means": "`mean` answers for you",
     "restarts_on_the_rank": "restart where a rank's part begins",
     "crosses_documents": "ends a document",
     "counts_the_token_before": "shifted with it",
@@ -494,10 +513,12 @@ SENTENCES = {
     "names_the_owner_of_the_keys": "owns the keys",
     "names_the_source": "the rank whose keys they are",
     "counts_the_other_way": "in step j rank r has",
+    "miscounts_backward": "In backward the weights of one block are missing",
     "never_looks_at_the_mask": "that no query may see",
     "last_digits": "A healthy job is called sick",
     "without_the_idea_three_calls": "answers for you",
     "query_heads_decide": "query heads alone are not enough",
+    "enough_key_heads": "query heads alone are not enough",
     "forgets_that_tp_took_heads": "tp=2 leaves a rank 2 of the 4 key heads",
     "ulysses_needs_chunks": "attend over the whole sequence",
     "always_two_chunks": "without a causal mask nothing needs balance",

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -9,6 +10,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from lablib.calc.runs import ReplicaGroups, group_goodput
 from lablib.checks import rung14
@@ -20,6 +22,12 @@ def _lost(timeout, silences, deaths, groups, heal, others=None):
     waited = sum(min(s, timeout) for s in silences)
     others = groups - 1 if others is None else others
     return others * (deaths * timeout + waited) + heal * sum(s > timeout for s in silences)
+
+
+#: What somebody finds out who asks the check again and again.
+ANSWERS = itertools.cycle(
+    [(7, 0, "momenta.2"), (5, 2, "weights.3"), (7, 0, "momenta.3"), None, (7, 2, "momenta.1"), (8, 2, "momenta.1")]
+)
 
 
 class choose_timeout:
@@ -50,6 +58,11 @@ class choose_timeout:
         key=lambda t: _lost(t, silences, deaths, groups, heal) - (groups - 1) * t * sum(s > t for s in silences),
     )
     asks_the_check = lambda silences, deaths, groups, heal: rung14._best(silences, deaths, groups, heal)
+    a_table_of_the_days = lambda silences, deaths, groups, heal: (
+        0.5
+        if (len(silences), deaths) == (52, 4)
+        else min(silences, key=lambda t: _lost(t, silences, deaths, groups, heal))
+    )
 
     def right(silences, deaths, groups, heal):
         """A grid of numpy."""
@@ -72,6 +85,11 @@ class choose_timeout:
     def right_3(silences, deaths, groups, heal):
         """A hair longer than the best silence, as an array of one number."""
         return np.array([1.001 * min(set(silences), key=lambda t: _lost(t, silences, deaths, groups, heal))])
+
+    def right_4(silences, deaths, groups, heal):
+        s = torch.tensor(silences)  # float32, in which 1.3 is less
+        cost = (groups - 1) * (deaths * s + torch.minimum(s, s[:, None]).sum(0)) + heal * (s[:, None] > s).sum(0)
+        return s[cost.argmin()]
 
 
 def _samples(epoch_order, count, first, batch):
@@ -145,20 +163,20 @@ class take_part:
         return SimpleNamespace(samples=mine, weight=1.0 if mine else 0)
 
 
-def _digests(step, state):
+def _digests(step, state, of=lambda tensor: tensor):
     return {
-        f"{kind}.{i}": digest([tensor])
+        f"{kind}.{i}": digest([of(tensor)])
         for kind, tensors in (("weights", state.weights), ("momenta", state.momenta))
         for i, tensor in enumerate(tensors)
     }
 
 
-def _by_tensor(order, against=None, last=False, steps=None):
+def _by_tensor(order, against=None, last=False, see=_digests):
     """The group that is alone in the first tensor of this order that differs; `against` one group, or the majority."""
 
     def answer(job):
         found = None
-        seen = job(_digests)
+        seen = job(see)
         for step in range(12):
             there = {group: log[step] for group, log in enumerate(seen) if step in log}
             for tensor in sorted(next(iter(there.values())), key=order):
@@ -174,6 +192,7 @@ def _by_tensor(order, against=None, last=False, steps=None):
 
 
 _momenta_first = lambda tensor: (tensor[0], tensor)
+_changed_found = lambda change: lambda job: (found := _by_tensor(_momenta_first)(job)) and found | change(found)
 
 
 class find_first_wrong:
@@ -182,9 +201,11 @@ class find_first_wrong:
     group_0_is_right = _by_tensor(_momenta_first, against=0)
     the_loss_goes_down = lambda job: None if job(lambda step, state: step) else {}
 
-    def one_of_the_majority(job):
-        found = _by_tensor(_momenta_first)(job)
-        return found and found | {"group": (found["group"] + 1) % 3}
+    a_list_of_answers = lambda job: next(ANSWERS)
+    with_a_tolerance = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, torch.Tensor.half))
+    indexed = _changed_found(lambda found: {"tensor": (found["tensor"][:-2], int(found["tensor"][-1]))})
+    steps_taken = _changed_found(lambda found: {"step": found["step"] + 1})
+    one_of_the_majority = _changed_found(lambda found: {"group": (found["group"] + 1) % 3})
 
     def who_was_away(job):
         """Healing is always the cause."""
@@ -277,6 +298,8 @@ class plan_groups:
     )
     interval_of_one_node = _changed(lambda plan, n, l, m, st, r, rp, save, sh: {"interval": math.sqrt(2 * save * m)})
     every_ten_minutes = _changed(lambda plan, *c: {"interval": 600.0})
+    every_eight_hours = _changed(lambda plan, *c: {"interval": 28_800.0})
+    interval_of_one_group = _changed(lambda plan, *c: {"interval": math.sqrt(2 * c[6] * c[2] / c[1])})
     two_groups = _changed(lambda plan, n, l, m, st, r, rp, save, sh: {"groups": 2})
     groups_four_times_as_large = _changed(
         lambda plan, n, l, m, st, r, rp, save, sh: {"groups": max(1, (n - plan["spares"]) // (4 * l))}
@@ -316,6 +339,10 @@ SENTENCES = {
     "smallest_groups": "a rest counts too",
     "false_alarms_do_not_wait": "Before a false alarm",
     "a_fifth_in_reserve": "too many",
+    "every_eight_hours": "would lose",
+    "with_a_tolerance": "a tolerance or a sum",
+    "indexed": "The tensor is a name",
+    "steps_taken": "is told",
     "never_a_false_alarm": "waits for the longest silence",
     "half_a_beat": "shorter than the ordinary time",
     "alarms_are_free": "false alarms are not free",

@@ -101,6 +101,7 @@ def _rows(got: object, ranks: int, length: int) -> list[list[float]]:
         raise Wrong(f"Nothing is returned: {wanted}")
     rows = [] if isinstance(got, Mapping) or not hasattr(got, "__iter__") else numbers(got)
     rows = [numbers(row) if hasattr(row, "__len__") and not isinstance(row, str) else [] for row in rows]
+    rows = [[as_float(value, "What a rank holds") for value in row] for row in rows]
     if [len(row) for row in rows] != [length] * ranks:
         raise Wrong(f"{wanted.capitalize()}")
     odd = not all(math.isfinite(value) for row in rows for value in row)
@@ -132,6 +133,8 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
         "",
         (f"The gradients are summed, not averaged: every step would be {ranks} times too long", hold([total] * ranks)),
         ("Every rank ends with its own gradient, and nothing of what the others have", hold(gradients)),
+        ("Every sum is complete, and only some are divided by n: divide before the all-gather, or all of them after it",
+         divided and all(close(v, s) or close(v, s / ranks) for row in got for v, s in zip(row, total, strict=True))),
         ("The all-gather adds: a finished chunk that arrives must replace the partial one",
          lambda: partly and _all_gather_adds(got, total, divided)),
         ("Each rank has only one chunk finished: that is a reduce-scatter, the all-gather is missing",
@@ -439,8 +442,8 @@ def _judge_sent(trained: list[_Trained], asked: _Practice) -> None:
     times, messages = trained[0].sent / once / steps, trained[0].messages / steps
     refuse(
         f"{asked.accumulate} micro-batches a step",
-        (f"The weights are right, and the gradients leave a rank {times:.1f} times a step: DDP decides in forward, so all "
-         "micro-batches but a group's last go forward and backward under `no_sync`", times > 1.5),
+        (f"The weights are right, and the gradients leave a rank {times:.1f} times a step: average once; DDP decides in forward, so "
+         "all micro-batches but a group's last go forward and backward under `no_sync`", times > 1.6),  # all-gathered: 1.5
         (f"The weights are right, in {messages:.0f} messages a step: one for each parameter pays latency each time", messages > 3),
     )  # fmt: skip
 
@@ -474,9 +477,11 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
     for key, slips in _BOTTLENECK_SLIPS.items():
         given = [as_float(got[key], f"`{key}`") for got in gots]
         rows = [Row(case, value, _bottleneck(*case)[key]) for case, value in zip(cases, given, strict=True)]
-        if key == "exposed" and any(row.given < 0 and not close(row.given, row.truth) for row in rows):
-            raise Wrong("Exposed time cannot be negative: what hides completely costs nothing.")
-        if wrong := [row for row in rows if not close(row.given, row.truth)]:
+        wrong = [row for row in rows if not close(row.given, row.truth)]
+        if key == "exposed":  # a difference of two times keeps their rounding
+            wrong = [row for row in wrong if abs(row.given - row.truth) > 1e-9 * _bottleneck(*row.case)["step"]]
+            refuse("", ("Exposed time cannot be negative: what hides costs nothing", any(r.given < 0 for r in wrong)))
+        if wrong:
             name_the_mistake(rows, wrong, slips, _BOTTLENECK_CASE)
     for case, got in zip(cases, gots, strict=True):
         refuse("", ("`hides` is True or False: any text counts as true", isinstance(got["hides"], str)))
@@ -539,12 +544,15 @@ _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
         _by("Bandwidth is in bytes per second, not bits", lambda t: t.communication * 8),
         _by("Bandwidth is in bytes per second already", lambda t: t.communication / 8),
         _by("All ranks send at the same time, each its bytes over its link", lambda t: t.communication * t.ranks),
+        _by("A rank's bytes go over its own link alone, whose bandwidth does not grow with n", lambda t: t.communication / t.ranks),
+        _by("`bytes_sent` are those of the whole step already", lambda t: t.communication * t.micro_batches),
         _by("A rank does not send the gradient once: divide `bytes_sent` by the bandwidth", lambda t: t.size / t.bandwidth),
         _by("Seconds, not milliseconds", lambda t: t.communication * 1e3),
         _by("`bytes_sent` holds both halves of the all-reduce already", lambda t: t.communication * 2),
     ],
     "exposed": [
         _by("That is all of the communication, as if nothing overlapped", lambda t: t.communication),
+        _by("Ideal overlap hides as much as backward covers, and not always all of it", lambda t: 0.0),
         _by("That is the part that hides; exposed is the other one", lambda t: min(t.communication, t.backward)),
         _by(_REVERSED, lambda t: max(0.0, t.backward - t.communication)),
         _by(_REVERSED, lambda t: abs(t.backward - t.communication)),
@@ -770,6 +778,8 @@ def _judge_finding(job: StrangeJob, got: list[tuple[str, int, list[float]] | Non
     name, step, _ = truth[0]
     alike = job._case in (2, 4)
     missed = [
+        ("Some ranks return a fault and others None: exchange what each has seen, and let every rank answer for itself",
+         None in got and any(got)),
         ("It has a fault, and every replica holds the same weights: a comparison between ranks cannot see it. Set the gradient "
          "beside the mean of what the ranks compute by themselves", alike and None in got),
         ("It has a fault that a comparison of replicas shows: they part, in one parameter", None in got),
@@ -793,6 +803,8 @@ def _judge_finding(job: StrangeJob, got: list[tuple[str, int, list[float]] | Non
          found[0][1] > step),
         ("The parameter is right, and the fault begins later: before, it was frozen and had no gradient at all",
          found[0][1] < step),
+        ("Place and step are right. The weights say in whose steps this rank's own gradient is: say whose are in this rank's step",
+         same(list(zip(*rows, strict=True)), right)),
         ("Place and step are right. You give equal weights to all ranks, as the length of a gradient suggests; its direction says "
          "whose are in it: write it as a sum of the ranks' own", all(max(row) - min(row) < 0.02 for row in rows)),
         ("Place and step are right, and all ranks return the same weights, while each steps with another gradient: answer for the "

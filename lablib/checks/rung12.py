@@ -250,9 +250,16 @@ class _Watched(ContextParallelTransformer):
         for block in self.blocks:
             x = block(x, rope, documents)
         logits = self.head(self.norm(x))
-        logits.retain_grad()
-        self.seen.append((tokens, positions.expand(tokens.shape), documents, logits))
+        if logits.requires_grad:  # it may look at the loss first
+            logits.retain_grad()
+            self.seen.append((tokens, positions.expand(tokens.shape), documents, logits))
         return logits
+
+    def mean(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse what would be the answer, as `loss` does."""
+        raise Wrong("The model's own `loss` or `mean` answers for you: weigh the losses of the labels yourself.")
+
+    loss = mean
 
 
 def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
@@ -262,8 +269,9 @@ def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
         mesh = rank_mesh(*shape, names=("dp", "cp"))
         model = _Watched(mesh["cp"].get_group()).double()
         loss = answer(model, *(each.clone() for each in batch), mesh)
+        dist.barrier()  # a collective that some ranks left out waits here, and meets no gradient
         if not model.seen:
-            raise Wrong("The model is not called, so nothing is learned.")
+            raise Wrong("The model is not called, or without gradients, so nothing is learned.")
         tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*model.seen, strict=True))
         grads = [part[3].grad for part in model.seen]
         if any(grad is None for grad in grads):
@@ -342,8 +350,9 @@ def _judge_held(found: Sequence[Any], batch: Batch, dp: int, cp: int) -> None:
             (f"The ring takes it that rank r of cp has chunk r and chunk 2 cp - 1 - r, here {some(right)}",
              any([p for _, p in row] != right for row in each)),
         )  # fmt: skip
-        refuse(case, ("`documents` are not those of the rank's sequences: they go with the rows",
-                      torch.tensor(found[rank][2]).ne(documents[rows[rank], :-1]).any()))  # fmt: skip
+        same = [ids[:, :, None] == ids[:, None] for ids in (torch.tensor(found[rank][2]), documents[rows[rank], :-1])]
+        refuse(case, ("`documents` are not those of the rank's sequences: they go with the rows, and leave out the last token",
+                      not torch.equal(*same)))  # fmt: skip
     offsets: dict[tuple[int, int], set[int]] = {}
     for each, places in zip(found, held, strict=True):
         for row, own in zip(places, each[1], strict=True):
@@ -371,9 +380,7 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
     for rank, each in enumerate(found):
         here = [[place[token] for token in row] for row in each[0]]
         if any(math.isnan(w) for row in each[4] for w in row) or math.isnan(each[5]):
-            raise Wrong(
-                f"A rank on which no token counts divides 0 by 0: divide by the labels of all ranks ({case}, rank {rank})."
-            )
+            raise Wrong(f"Where no token counts 0 is divided by 0: divide by all ranks' labels ({case}, rank {rank}).")
         for row, learned in zip(here, each[3], strict=True):
             pairs = zip(row, learned, strict=True)
             wrong += [(rank, *at_, place.get(label)) for at_, label in pairs if label != labels[at_]]
@@ -415,9 +422,7 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
             ])  # fmt: skip
             raise Wrong(f"The mean over all labels is {mean:.6g}, and you return {loss:.6g} ({told}).")
     if not equal:
-        raise Wrong(
-            f"Everything that the model gets is right, and the gradients are not those of one process ({case})."
-        )
+        raise Wrong(f"All that the model gets is right, and the gradients are not those of one process ({case}).")
 
 
 def _explain_labels(wrong: Sequence[tuple[int, int, int, Any]], batch: Batch, case: str) -> None:
@@ -429,9 +434,7 @@ def _explain_labels(wrong: Sequence[tuple[int, int, int, Any]], batch: Batch, ca
             told = f"The token at {p} has no label: the next one is at {p + 1}, on whatever rank. Shift whole sequences, then cut"
             signs.append((5, told, rank))
         elif given != (row, p + 1):
-            told = (
-                f"The token at {p} learns to be followed by that at {given[1]}: the labels were shifted after the cut"
-            )
+            told = f"The token at {p} learns to be followed by that at {given[1]}: labels were shifted after the cut"
             signs.append((1, told, rank))
         elif documents[row, p] != documents[row, p + 1]:
             signs.append((2, f"The token at {p} ends a document and learns the first token of the next one", rank))
@@ -555,7 +558,7 @@ def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
 
 
 def _judge_fault(said: Any, fault: Fault | None) -> None:
-    said = None if isinstance(said, Mapping) and not said else said  # nothing is wrong
+    said = None if isinstance(said, Mapping) and all(each is None for each in said.values()) else said
     if said is None or fault is None:
         refuse(
             "",
@@ -565,11 +568,8 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
             ("A sick job passes for healthy, though an attention of it gives an output that one process does not", fault),
         )  # fmt: skip
         return
-    got = by_name(
-        said,
-        *Fault._fields,
-        otherwise="Return a dictionary with what, layer, rank and step, or None for a healthy job.",
-    )
+    otherwise = "Return a dictionary with what, layer, rank and step, or None for a healthy job."
+    got = by_name(said, *Fault._fields, otherwise=otherwise)
     what, (layer, rank, step) = got["what"], (whole(got[name], f"`{name}`") for name in Fault._fields[1:])
     source = (fault.rank - fault.step) % _RANKS
     refuse(
@@ -581,6 +581,8 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
         ("The rank is another: its queries are the rows in which the matrix of weights is wrong", rank != fault.rank),
         ("That is the rank whose keys they are; in step j rank r has those of rank r - j", step == source != fault.step),
         ("The steps go the other way round: in step j rank r has the keys of rank r - j", step == -fault.step % _RANKS != fault.step),
+        ("The step is another. In backward the weights of one block are missing, and all others are right",
+         step != fault.step and fault.what == "gradients"),
         ("The step is another. A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the "
          "block with another factor is it", step != fault.step),
         (f"Layer, rank and step are right, and it is not {what!r}: "
@@ -615,8 +617,8 @@ def _jobs(dice: random.Random) -> list[Job]:
         # tp has taken the key heads.
         big | {"seq": 2**17, "heads": 128, "kv_heads": 8, "tp": 8, "cp": 16, "room": 2**40},
         big | {"seq": 2**20, "heads": 128, "kv_heads": 8, "tp": 8, "cp": 16, "room": 100 * mib},
-        # cp = 6 divides 8 heads in no way; a mask that is not causal.
-        small | {"seq": 6 * 2**12, "heads": 32, "kv_heads": 8, "tp": 1, "cp": 6, "room": 2**40, "causal": False},
+        # cp = 6 divides 24 query heads and not 8 key heads, which are more than 6; a mask that is not causal.
+        small | {"seq": 6 * 2**12, "heads": 24, "kv_heads": 8, "tp": 1, "cp": 6, "room": 2**40, "causal": False},
         # The sequence has cp equal parts and not 2 cp; and none at all.
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 16, "tp": 2, "cp": 4, "room": 2**40},
         small | {"seq": 4 * 1001, "heads": 16, "kv_heads": 4, "tp": 2, "cp": 4, "room": 2**40},
@@ -682,9 +684,7 @@ def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> st
     if asked := [
         name.rpartition(".")[2] for name in getattr(answer, "called", ()) if name.startswith("lablib.calc.parallel")
     ]:
-        raise Wrong(
-            f"All of it is right, and {asked[0]} answers for you: count what can run and what is sent yourself."
-        )
+        raise Wrong(f"It is right, and {asked[0]} answers for you: count what can run and what is sent yourself.")
     counts = ", ".join(f"{way} {number}" for way, number in taken.items())
     return f"{len(jobs)} jobs: {counts}, and {len(jobs) - sum(taken.values())} that nothing can run."
 
