@@ -171,7 +171,6 @@ FIGURES = {
     "pipeline": (lambda: pipeline({"1F1B": _PAPER.events}, unit="ms"), {"rows": ["rank 0", "rank 1"], "labels": {"time (ms)"}}),
     "overlay": (lambda: pipeline_chart.overlay({"1F1B": _PAPER.events}, {"1F1B": _PAPER.events}), {}),
     "bubble_curves": (lambda: pipeline_chart.bubble_curves([1, 2, 4], {"p": [0.5, 0.3, 0.1]}, what="idle"), {}),
-    "trade_offs": (lambda: pipeline_chart.trade_offs({"GPipe": (8, 0.3), "1F1B": (4, 0.3)}), {"texts": {"GPipe", "1F1B"}}),
     "format_axis": (
         lambda: precision.format_axis({"small": (-9, -6, 8, 4), "large": (-149, -126, 128, 24)}, ticks=[-96, 0, 96]),
         {"texts": {"4 bits", "24 bits"}, "rows": ["small", "large"]},

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from lablib.calc.schedules import Action, Step
-from lablib.view.style import COLORS, doubling_axis, figure, note, plot_lines, with_legend
+from lablib.view.style import COLORS, doubling_axis, figure, plot_lines, with_legend
 
 #: Legend and colour of each kind of action. An input half yields gradients of activations, a weight half of weights.
 ACTION_COLORS = {
@@ -161,19 +160,3 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.set(xlabel="micro-batches m", ylabel=what)
     return with_legend(fig, 2)
-
-
-def trade_offs(points: Mapping[str, tuple[float, float]], *, right: Sequence[str] = ()) -> Figure:
-    """Draw every schedule as a point: what its fullest rank holds, and how long it idles."""
-    fig, ax = figure(height=3.2)
-    for name, (held, bubble) in points.items():
-        ax.plot([held], [bubble], "o", color=COLORS["backward"], markersize=8)
-        left = name in right
-        note(ax, name, (held, bubble), (-8 if left else 8, 4), ha="right" if left else "left")
-    ax.set_xlim(0, 1.15 * max(held for held, _ in points.values()))
-    ax.set_ylim(0, 1.2 * max(bubble for _, bubble in points.values()))
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.yaxis.set_major_locator(MultipleLocator(0.05))
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.set(xlabel="micro-batches held by the fullest rank", ylabel="idle over ideal time")
-    return fig
