@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+import copy
 import math
 import os
 import random
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import fully_shard
 
+from lablib.calc.runs import scaling_loss
 from lablib.checks import rung11
 from lablib.launch.ranks import rank_mesh
 from tests.planted import asked, listed, told
@@ -187,6 +189,18 @@ class _AllOfIt(dcp.stateful.Stateful):
         self.schedule.load_state_dict(self.schedule.state_dict() | {"last_epoch": saved["schedule"]})
 
 
+def _again(task, folder):
+    """Nothing is loaded: the steps before the newest save are taken again, with copies of the task."""
+    last, quiet = max((int(path.name) for path in _whole_saves(folder)), default=0), copy.copy(task)
+    quiet.log = lambda step, loss: task.log(step, loss) if step > last else None
+
+    def place(quiet, step, begun, ranks):
+        quiet.loss = (task if step > last else copy.copy(task)).loss
+        return (step - 1) * task.batch
+
+    _kept(quiet, folder, found=lambda folder: [], place=place)
+
+
 class keep_training:
     without_the_idea_weights_are_all = _with(moments=False)
     begins_again = _with(found=lambda folder: [])
@@ -227,6 +241,7 @@ class keep_training:
         ]
     )
     rank_0_writes_it_all = _gathered
+    takes_all_steps_again = _again
 
     def right(task, folder):
         """Second solution: one Stateful object, PyTorch's schedule, contiguous shares, and the save after the log."""
@@ -320,6 +335,7 @@ def _diagnosed(
     whole_loss=False,
     all_steps=True,
     exchange=True,
+    tiny=1e-6,
 ):
     """Step a twin beside the run.
 
@@ -328,6 +344,7 @@ def _diagnosed(
         last: Name the last thing that is off.
         ranks_of: What is told of the ranks that are off.
         whole_loss: Compare the mean of all ranks' losses.
+        tiny: What clipping adds to the norm.
     """
     rank, ranks, twin = dist.get_rank(), dist.get_world_size(), run.model()
     optimizer, samples, found = torch.optim.AdamW(twin.parameters()), _samples(run), []
@@ -355,7 +372,9 @@ def _diagnosed(
             (sum(losses) / ranks).backward()
             wrong = off([p.grad for p in run.weights.values()], [p.grad for p in twin.parameters()])
         elif part == "clip":
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), run.clip)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
+            for p in twin.parameters():
+                p.grad *= min(1.0, run.clip / (norm + tiny))
             wrong = off([p.grad for p in run.weights.values()], [p.grad for p in twin.parameters()])
         elif part == "rate":
             optimizer.param_groups[0]["lr"] = run.rate(step)
@@ -398,6 +417,7 @@ class diagnose:
     whole_weights_only = _as(shards=False)
     always_all_ranks = _as(ranks_of=lambda where: [0, 1])
     to_the_last_bit = _as(near=0.0)
+    cuts_to_the_norm_itself = _as(tiny=0.0)
     never_looks_at_samples = _as(looks=("forward", "backward", "clip", "rate", "update"))
     never_looks_at_the_rate = _as(looks=("read", "forward", "backward", "clip", "update"))
     keeps_it_to_itself = _as(exchange=False, ranks_of=lambda where: [dist.get_rank()])
@@ -525,6 +545,11 @@ class observe_scaling:
     )
     names_a_list_of_one = told(_observed, lambda found: found | {"limit": [found["limit"]]})
     right_and_more = told(_observed, lambda found: found | {"ideal": 1.0})
+    a_part_is_left_out = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": None}})
+    hands_it_to_lablib = told(
+        _observed,
+        lambda found, alone, ranks, scaling: found | {"lost": scaling_loss([[alone]], [ranks], scaling=scaling).parts},
+    )
     lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
     def right_in_tensors(alone, ranks, scaling):
@@ -593,6 +618,7 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
 
 class audit_mfu:
     in_percent = told(_audit, lambda found: (100 * found[0], found[1]))
+    in_four_digits = told(_audit, lambda found: (round(found[0], 4), found[1]))
     takes_the_sparse_peak = lambda report: _audit(report, peak="sparse_peak")
 
     # HFU for MFU.
@@ -652,7 +678,9 @@ SENTENCES = {
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
-    "one_folder_for_all_saves": "is not what it was", "everybody_takes_all": "6 for each rank",
+    "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
+    "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "plus 1e-6",
+    "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
     "without_the_idea_only_the_losses": "wrong already", "everything_is_well": "You find nothing",
     "to_the_last_bit": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
