@@ -11,11 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grads_with_norm_
 
+from lablib.calc.models import Router
+from lablib.calc.parallel import chance_met
+from lablib.toys.expert_parallel import TopKRouter, average_gradients
 from tests.planted import asked, listed, told
 
 Route = namedtuple("Route", "weights chosen")
-Bytes = namedtuple("Bytes", "inside across once")
 
 
 def _top(scores, by, k, weigh=None):
@@ -62,6 +65,9 @@ class route:
     experts_first = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) + bias, k)[::-1]
 
     sigmoids = lambda logits, bias, k: _top(logits.sigmoid(), logits.sigmoid() + bias, k)
+    by_lablibs_router = lambda logits, bias, k: TopKRouter.choose(
+        SimpleNamespace(bias_E=bias, rules=Router(), k=k), logits.softmax(-1)
+    )
     smallest = lambda logits, bias, k: _top(logits.softmax(-1), -(logits.softmax(-1) + bias), k)
 
     def right(logits, bias, k):
@@ -84,13 +90,6 @@ class route:
         return weights, chosen
 
     def right_3(logits, bias, k):
-        """A mask over all experts, whose rows are read off; lists of tensors."""
-        order = (torch.softmax(logits, 1) + bias[None]).argsort(descending=True)[:, :k].flip(-1)
-        mask = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, True)
-        full = logits.masked_fill(~mask, -torch.inf).softmax(-1)
-        return [full.gather(1, order), order.to(torch.int32)]
-
-    def right_4(logits, bias, k):
         """The largest one after the other, changing what was given; a named tuple."""
         scores = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
         left, chosen = scores + bias, []
@@ -120,7 +119,6 @@ class expert_bytes:
     six_ways = lambda *case: _bytes(*case, ways=6)
     back_by_copies = told(_bytes, lambda right: right | {"once": (right["once"] + right["across"]) / 2})
     in_megabytes = lambda *case: _bytes(*case, ways=4e-6)
-    in_mebibytes = lambda *case: _bytes(*case, ways=4 / 2**20)
     both_ways_of_the_wire = lambda *case: _bytes(*case, ways=8)
     to_itself_as_well = asked(_bytes, inside=lambda k, ep, per_node: k * per_node / ep)
     all_that_leaves_the_rank = asked(_bytes, across=lambda k, ep: k * (ep - 1) / ep)
@@ -140,6 +138,10 @@ class expert_bytes:
         nodes = ep // per_node
         return _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * (1 - (1 - 1 / nodes) ** k))
 
+    by_lablibs_chance = asked(
+        _bytes,
+        once=lambda experts, k, ep, per_node: (ep / per_node - 1) * chance_met(experts * per_node // ep, experts, k),
+    )
     every_node = asked(_bytes, once=lambda ep, per_node: ep // per_node - 1)
 
     def own_node_too(tokens, size, experts, k, ep, per_node):
@@ -180,13 +182,6 @@ class expert_bytes:
         sent = np.float64(4) * tokens * size
         there = sent * k * (1 - 1 / nodes)
         return {"inside": sent * k * (1 - 1 / ep) - there, "across": there, "once": sent * (nodes - 1) * (1 - lost)}
-
-    def right_3(tokens, size, experts, k, ep, per_node):
-        """A named tuple; a node is met by one expert, or by two, and so on."""
-        nodes, here = ep // per_node, experts // (ep // per_node)
-        sets = sum(math.comb(here, i) * math.comb(experts - here, k - i) for i in range(1, k + 1))
-        copies = _bytes(tokens, size, experts, k, ep, per_node, once=(nodes - 1) * sets / math.comb(experts, k))
-        return Bytes(**copies)
 
 
 _KINDS = {"experts": ("edp", "ep"), "dense": ("dp cp", "tp"), "other": ("dp cp tp", "")}
@@ -263,15 +258,23 @@ class folded_step:
     norm_counts_copies = _folded(squares="copies")
     norms_added = _folded(squares="roots")
     norm_before_the_sum = _folded(early=True)
+    norm_squared = told(_folded(), lambda found: (found[0], found[1] ** 2))
+    norm_of_the_sums = told(_folded(), lambda found, dense: (found[0], found[1] * dense["dp"] * dense["cp"]))
+    clipped = told(
+        _folded(), lambda found: (clip_grads_with_norm_(found[0].parameters(), 1, found[1]) or found[0], found[1])
+    )
+    averaged_by_lablib = told(
+        _folded(), lambda found: average_gradients(torch.nn.Identity(), dist.group.WORLD, dist.group.WORLD) or found
+    )
+
+    def without_the_idea_a_whole_copy_on_each_rank(job, dense, folded):
+        alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+        job.loss(job.model(alone, alone)).backward()
+        return _folded()(job, dense, folded)
 
     def copied_from_one_process(job, dense, folded):
         model, norm = _folded()(job, dense, folded)
         job.loss(job.whole()).backward()
-        return model, norm
-
-    def copied_from_one_process_by_its_class(job, dense, folded):
-        model, norm = _folded()(job, dense, folded)
-        job.loss(type(model)(job.seed)).backward()
         return model, norm
 
     def right(job, dense, folded):
@@ -424,6 +427,8 @@ class find_fault:
         answer=lambda f, all_: (f[0].replace("combine", "router"), *f[1:]) if f[1] == "backward" else f
     )
     all_ranks_whatever_it_is = _first(answer=lambda f, all_: (*f[:2], range(4)))
+    a_truth_value_for_each_rank = _first(answer=lambda f, all_: (*f[:2], [rank in f[2] for rank in range(4)]))
+    the_part_without_its_layer = _first(answer=lambda f, all_: (f[0][2:], *f[1:]))
     a_sum_in_another_order_is_a_fault = lambda job: (
         _first()(job) or ("0.combine", "forward", [dist.get_world_size() - 1])
     )
@@ -484,8 +489,14 @@ SENTENCES = {
     "norm_of_a_ranks_own_part": "a rank's own part",
     "norm_without_other_experts": "ranks have other norms",
     "norm_counts_copies": "counts copies",
+    "norm_squared": "take the root",
+    "norm_of_the_sums": "of their sums",
+    "norms_added": "those of a weight once",
+    "clipped": "by nothing else",
+    "without_the_idea_a_whole_copy_on_each_rank": "once, and sum",
+    "a_truth_value_for_each_rank": "list of ranks",
+    "the_part_without_its_layer": "of layer 1",
     "copied_from_one_process": "sum what the ranks have",
-    "copied_from_one_process_by_its_class": "sum what the ranks have",
     "all_is_well": "You find nothing in a job",
     "every_job_is_ill": "in which nothing is wrong",
     "without_the_idea_outputs_alone": "compare gradients too",
@@ -519,7 +530,6 @@ SENTENCES = {
     "dispatch_forward_only": "here it is one",
     "combine_has_no_backward": "here it is three",
     "in_megabytes": "not MB",
-    "in_mebibytes": "not MiB",
     "both_ways_of_the_wire": "count what it sends",
     "to_itself_as_well": "g - 1 ranks of its node",
     "all_that_leaves_the_rank": "stay inside it",

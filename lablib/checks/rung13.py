@@ -37,6 +37,13 @@ from lablib.toys.tensor_parallel import gather_from_sp, scatter_to_sp
 __all__ = ["FoldedJob", "MixtureJob", "expert_bytes", "find_fault", "folded_step", "route"]
 
 
+def _in_own_lines(answer: object, *made: str) -> None:
+    """Raise `Wrong` if an answer has called these functions or classes of lablib, which are the exercise."""
+    for name in getattr(answer, "called", ()):
+        if name.startswith("lablib.") and (used := set(made) & set(name.split("."))):
+            raise Wrong(f"`{used.pop()}` of lablib answers here: write what it does in your own lines.")
+
+
 # --- a route ------------------------------------------------------------------------------------------------
 
 #: Scores of four tokens by hand. The bias moves the first, not if it is added to the logits; with these it moves the
@@ -60,6 +67,7 @@ def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
         cases.append((2 * torch.randn(tokens, experts, generator=dice), bias, k))
     for logits, bias, k in cases:
         _judge_route(answer(logits.clone(), bias.clone(), k), logits, bias, k)
+    _in_own_lines(answer, "MoE", "TopKRouter")
     return f"{len(cases)} routers: the bias chooses, and the scores weigh."
 
 
@@ -203,6 +211,7 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         for key in _KEYS:
             if not close_bytes(got[key], truth[key]):
                 _explain_bytes(key, float(got[key]), truth[key], case)
+    _in_own_lines(answer, "chance_met", "routed_bytes")
     return f"{len(cases)} layers: what stays in the node, what leaves it, and what is left if a node is sent one copy."
 
 
@@ -338,6 +347,8 @@ class FoldedJob:
 
     def model(self, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> Layer:
         """Return this rank's part: its piece of `dense`, its experts, and the rest whole."""
+        if self.made:
+            raise Wrong("A rank has one part of the layer: call `job.model` once, and sum what the ranks have.")
         self.made = [dist.get_process_group_ranks(group) for group in (tp, ep)]
         return Layer(self.seed, tp, ep)
 
@@ -368,6 +379,7 @@ def _folded(answer: Callable, jobs: Sequence[tuple[int, Sizes, Sizes]]) -> list[
             raise Wrong("Return what `job.model` made, with its gradients, and then the norm: model, norm.")
         grads = {name: p.grad for name, p in model.named_parameters()}
         found.append({"groups": job.made, "grads": grads, "norm": as_float(norm, "The norm")})
+    _in_own_lines(answer, "average_gradients")
     return found
 
 
@@ -419,7 +431,7 @@ def _judge_folded(got: Sequence[dict[str, Any]], number: int, dense: Sizes, fold
                             f"{', '.join(sizes)}, whose last axis has neighbours ({case}).")  # fmt: skip
     for name, weight in alone.named_parameters():
         _judge_gradient(name, weight.grad, [one["grads"].get(name) for one in got], grids, case)
-    _judge_norm(got, [p.grad for p in alone.parameters()], case)
+    _judge_norm(got, [p.grad for p in alone.parameters()], dense["dp"] * dense["cp"], case)
 
 
 #: For each kind of weight the axes that cut it, over whom its copies are, and what makes them differ.
@@ -454,7 +466,7 @@ def _judge_gradient(name: str, whole: Tensor, found: list[Tensor | None], grids:
          f"tokens of dp · cp = {dp * cp} losses, so their sum is divided by that, however many copies there are",
          factor is not None and close(factor * copies, dp * cp)),
         (lambda: f"The gradient of `{name}` is {factor:g} times that of one process: the step's loss is the mean of dp · cp = "
-         f"{dp * cp} losses", factor is not None),
+         f"{dp * cp} losses, so what copies have together is divided by that, and by nothing else", factor is not None),
         (lambda: f"Ranks {apart[0]} and {apart[1]} hold the same `{name}`, and have other gradients of it: they part with the "
          f"first step. Its copies are over {over}: {why}", apart),
         (f"All copies of `{name}` have one gradient, and it is not that of one process: gradients of different weights, or of "
@@ -466,7 +478,7 @@ def _near(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
-def _judge_norm(got: Sequence[dict[str, Any]], grads: list[Tensor], case: str) -> None:
+def _judge_norm(got: Sequence[dict[str, Any]], grads: list[Tensor], losses: int, case: str) -> None:
     def length(parts: Iterable[Tensor]) -> float:
         return math.sqrt(sum(part.square().sum().item() for part in parts))
 
@@ -480,10 +492,13 @@ def _judge_norm(got: Sequence[dict[str, Any]], grads: list[Tensor], case: str) -
          "the norm is that of the whole model", all(map(close, said, own))),
         ("Gradients are right, and ranks have other norms: each would clip by its own, and copies part",
          not all(close(each, said[0], rel=1e-6) for each in said)),
+        ("Gradients are right, and this is the square of their norm: take the root", close(said[0], right**2)),
+        (f"Gradients are right, and the norm is that of their sums: divide by the {losses} losses first",
+         close(said[0], losses * right)),
         ("Gradients are right, and the norm counts copies: the squares of a weight that several ranks hold count once",
-         close(said[0], math.hypot(*own)) or said[0] > right),
-        ("Gradients are right, and the norm is too small: squares of all experts and of all pieces of `dense` are added, then "
-         "the root is taken once", True),
+         close(said[0], math.hypot(*own))),
+        ("Gradients are right, and the norm is not: squares of all experts and of all pieces of `dense` are added, those of a "
+         "weight once, then the root is taken once", True),
     )  # fmt: skip
 
 
@@ -652,10 +667,14 @@ def find_fault(answer: Callable[[MixtureJob], Any], seed: int = 13) -> str:
 def _read_fault(given: Any) -> tuple[str, str, list[int]] | None:
     if given is None:
         return None
-    told = 'Return None, or (part, such as "1.router", "forward", "backward" or "update", list of ranks).'
+    told = 'Return None, or (part, such as "1.router" of layer 1, "forward", "backward" or "update", list of ranks).'
     parts = by_name(list(given) if isinstance(given, tuple) else given, "part", "moment", "ranks", otherwise=told)
-    ranks = sorted({whole(rank, "A rank") for rank in numbers(parts["ranks"], "ranks")})
-    return ".".join(str(parts["part"]).split(".")[:2]), str(parts["moment"]).lower(), ranks
+    part, moment = ".".join(str(parts["part"]).split(".")[:2]), str(parts["moment"]).lower()
+    ranks = numbers(parts["ranks"], "ranks")
+    known = {f"{layer}.{name}" for layer in range(LAYERS) for name in _FAULTS[1:]}
+    if part not in known or moment not in _PASSED_OVER or bool in map(type, ranks):
+        raise Wrong(told)
+    return part, moment, sorted({whole(rank, "A rank") for rank in ranks})
 
 
 _MOMENT = {"experts": "forward", "visit": "forward", "combine": "backward", "router": "update", "shared": "update"}

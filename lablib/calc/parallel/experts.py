@@ -135,8 +135,8 @@ def expert_hiding_tokens(
 ) -> float:
     """Return the tokens per rank whose backward just hides the experts' all-reduce: `E/(k e) · g/2 · (r-1)/r · F/W`.
 
-    A rank holds E/e experts, whose gradients it sends, and computes k of them for each token. A dense layer of the
-    same width needs `hiding_tokens`, so a mixture needs E/(k e) times as many.
+    A rank holds E/e experts, whose gradients it sends, and computes k of them for each token. A dense MLP of the
+    same width needs `hiding_tokens`, so experts need E/(k e) times as many.
     """
     must_divide("ep", ep, "num_experts", num_experts)
     check_whole("experts_per_token", experts_per_token, 1, num_experts)

@@ -122,7 +122,6 @@ def routed_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()]
 
 
-@torch.no_grad()
 def average_gradients(model: nn.Module, dp_group: dist.ProcessGroup, edp_group: dist.ProcessGroup) -> None:
     """Make every gradient that of the mean of the dp ranks' losses, whose tokens are as many on each.
 
