@@ -232,10 +232,11 @@ class fast_all_reduce:
     without_the_idea_always_doubling = lambda *case: _fast(*case, ring=False)
     # A size that was right on one network; and where the two terms of one message are equal.
     without_the_idea_a_fixed_size = lambda row, *rest: _fast(row, *rest, ring=len(row) > 60)
+    with_one_pass = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and 8 * len(row) > 2 * (r[1] - 1) * r[3] * r[4])
+    always_halving = lambda row, *rest: fast_all_reduce.right_2(row, *rest[:3], rest[3] * (rest[1] == 2), rest[4])
+    mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
+    rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
     where_one_message_costs_twice = lambda row, *rest: _fast(row, *rest, ring=8 * len(row) > rest[3] * rest[4])
-
-    def compares_bytes_alone(row, rank, ranks, exchange, latency, bandwidth):
-        _fast(row, rank, ranks, exchange, latency, bandwidth, ring=2 * (ranks - 1) / ranks < ranks.bit_length() - 1)
 
     def the_same_partner_again(row, rank, ranks, exchange, latency, bandwidth):
         for _ in range(ranks.bit_length() - 1):
@@ -368,6 +369,7 @@ class make_hook:
     divides_by_the_host = _hooks(
         lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across) / dist.get_world_size(inside)
     )
+    divides_by_the_hosts = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / groups[1].size())
     nothing_crosses = _hooks(
         lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across, cross=False) / ranks
     )
@@ -400,6 +402,10 @@ class make_hook:
             return _held(bucket.buffer() / dist.get_world_size())
 
         return hook
+
+    def one_room_for_all_buckets(per_host):
+        room, means = torch.empty(64, dtype=torch.float64), make_hook.right(per_host)
+        return lambda state, bucket: _held(room[: len(bucket.buffer())].copy_(means(state, bucket).value()))
 
     def returns_the_tensor(per_host):
         groups = _groups(per_host)
@@ -582,6 +588,8 @@ SENTENCES = {
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
     "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "uncut from rank to rank",
     "without_the_idea_always_the_ring": "Here latency decides", "without_the_idea_always_doubling": "Here bandwidth decides",
+    "with_one_pass": "decides", "always_halving": "pays α 4 times", "mean": "the means over the ranks", "rounded_to_float32": "The sums are rounded",
+    "divides_by_the_hosts": "number of hosts only", "one_room_for_all_buckets": "handed out for two",
     "the_same_partner_again": "another partner", "one_round_too_few": "missing in the sums",
     "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others idle",
     "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
@@ -589,7 +597,7 @@ SENTENCES = {
     "nothing_crosses": "nothing came from the other hosts", "only_across": "others of the host are missing",
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
     "own_numbers_times_a_factor": "no message carried a sum", "own_numbers_and_no_message": "must follow each other",
-    "own_gradients_times_a_factor": "Some elements have the sum and others do not",
+    "own_gradients_times_a_factor": "holds no sum of the ranks",
     "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
     "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",
