@@ -71,7 +71,7 @@ SHARES = {
     "11_practical_fsdp": {"… of … are": (148, 419)},
     "rented_hour": {"same memory and": (70, 125)},
     "12_context_parallelism": {
-        "ms of compute at": (2 * 2 * 128 * S * 15 / 16 / 50e9, LAYER_405B / 128 / (0.4 * 989.4e12)),
+        "of the peak:": (2 * 2 * 128 * S * 15 / 16 / 50e9, LAYER_405B / 128 / (0.4 * 989.4e12)),
     },
     "13_expert_parallelism": {
         # One expert of width 2,048; dispatch and combine, there and back, of 7,168 bf16 values to each other node of
