@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
+from lablib.calc.precision import recipe
 from lablib.launch.measure import LiveBytes, measure_states
 from tests.planted import asked, listed, told
 
@@ -52,6 +54,11 @@ class bytes_per_parameter:
     gradients_always_bf16 = asked(right, gradients=lambda gradients: ["bf16"] * len(gradients))
     adamw_is_sixteen = told(right, lambda size, optimizer: 16 if optimizer == "adamw" else size)
     with_the_roots_of_the_step = told(right, lambda size, optimizer: size + 4 * ("adamw" in optimizer))
+
+    def without_the_idea_lablib_adds_up(weights, gradients, master, optimizer):
+        sizes = [BYTES[dtype] for dtype in gradients]
+        held = {"weights": BYTES[weights], "gradients": sizes[0], "accumulation": sum(sizes[1:]), "master": 4 * master}
+        return dataclasses.replace(recipe("fp32"), **held).bytes_per_param(optimizer)
 
     def right_2(weights, gradients, master, optimizer):
         """In bits, with numpy, and divided at the end."""
@@ -114,6 +121,7 @@ class train_within:
     settled_in_the_first_step = _search(lasting=False)
     loss_of_the_last_part = _search(loss_of=lambda found: found[-1])
     an_optimizer_each_step = _search(fresh=True)
+    another_rate = _search(fused=True, lr=3e-4)
 
     def sets_the_capacity(model, batches, adamw, device):
         device.capacity = 10**12
@@ -400,6 +408,7 @@ class run_memory:
         memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
         return _run_held(memory, optimizer, RUN_LOGIT[loss], last=last)
 
+    run_of_one_token_less = asked(right_2, seq=lambda seq: seq - 1)
     run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
     run_with_16_bit_logits = told(right, lambda memory: memory | {"logits": memory["logits"] // 2})
 
@@ -487,5 +496,6 @@ SENTENCES = {
     "run_of_a_gpt_block": "34sbh is a GPT block's", "run_never_recomputes": "a block keeps its input alone",
     "run_for_one_sequence": "Every sequence", "run_with_16_bit_logits": "fp32, 4 bytes each",
     "run_that_adds_everything": "No instant holds all", "run_at_the_wrong_instant": "say 'loss' or 'step'",
-    "run_without_roots": "all roots at once",
+    "run_without_roots": "all roots at once", "run_of_one_token_less": "not one that the check knows",
+    "without_the_idea_lablib_adds_up": "lablib has added them up", "another_rate": "its default lr",
 }  # fmt: skip

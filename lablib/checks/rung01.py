@@ -52,6 +52,8 @@ RUN_OPTIMIZERS = {"sgd-momentum": (4, 0), "adamw": (8, 4), "adamw-fused": (8, 0)
 #: Bytes a logit at the loss: eager PyTorch holds log-probabilities and two gradients in fp32, Megatron one fp32 and one bf16.
 RUN_LOSSES = {"eager": 12, "megatron": 6}
 TERMS = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak")
+#: What counts in a learner's place.
+_COUNTING = ("lablib.calc.memory.", "lablib.calc.params.", "lablib.calc.precision.", "lablib.checks.rung01.")
 
 
 def _dice(seed: int) -> random.Random:
@@ -118,6 +120,8 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
     rows = [(case, answer(*case), right(*case)) for case in cases]
     if wrong := [row for row in rows if not close(row[1], row[2], rel=0.006 / row[2])]:  # two decimals are fine
         name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
+    if any(name.startswith(_COUNTING) for name in getattr(answer, "called", ())):
+        raise Wrong("The numbers are right, and lablib has added them up: add the four parts yourself.")
     return f"{len(cases)} recipes from plain SGD to 8-bit AdamW are right."
 
 
@@ -329,7 +333,7 @@ def train_within(answer: Callable[..., Iterable[float]], seed: int = 1) -> str:
     return f"{len(tasks)} devices held their runs, which have the gradients of whole batches, and no pass or replay is too many."
 
 
-_LATER = "The first step is right, and later the run goes elsewhere: one AdamW with its moments takes all steps, gradients go after each"
+_LATER = "The first step is right, later ones are not: one AdamW with its moments and its default lr takes all, gradients go after each"
 
 
 def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> None:
@@ -457,8 +461,7 @@ def _read_surplus(got: Any) -> tuple[str, int, bool] | None:
 
 
 _PASSED_OVER = {
-    "roots": "One rank holds more for a moment inside of a step, and not when the step has ended: read the peak of each part",
-    "": "",
+    "roots": "One rank holds more for a moment inside of a step, and not when the step has ended: read the peak of each part"
 }
 _LEFT = "One rank holds more from some step on: count what is alive after each part, what autograd saved too"
 
@@ -490,9 +493,8 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
         if here:
             _judge_surplus(kind, since, *here)
     return (
-        f"{len(drawn)} jobs: a number for a log that was never detached, and holds its graph every step; outputs that a hook "
-        "keeps; copies of gradients; a step that takes all roots at once on one rank; gradients that are "
-        "set to zero and not let go, so that they meet the activations."
+        f"{len(drawn)} jobs: a number for a log that holds its graph every step; outputs that a hook keeps; copies of gradients; "
+        "a step that takes all roots at once; gradients that are set to zero and not let go, and meet the activations."
     )
 
 
@@ -524,8 +526,7 @@ def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str
         case = f"{shape['layers']} layers, hidden {shape['hidden']}, {optimizer}, recompute {recompute}, {loss} loss"
         _judge_run(given, truth, shape, optimizer, seq, batch, recompute, loss, case)
         print(f"  {case}, s={seq}, b={batch}:\n    {truth['peak'] / 1e9:.1f} GB at the {truth['at']}")
-    counted = ("lablib.calc.memory.", "lablib.calc.params.")
-    if used := [name for name in getattr(answer, "called", ()) if name.startswith(counted)]:
+    if used := [name for name in getattr(answer, "called", ()) if name.startswith(_COUNTING)]:
         raise Wrong(f"The numbers are right, and {used[0].rpartition('.')[2]} of lablib has counted them: write down yourself "
                     "what is held at the loss and in the step.")  # fmt: skip
     return "You can compute the memory of a training run from model size and optimizer choice."
@@ -576,9 +577,8 @@ def true_run(shape: Mapping, optimizer: str, seq: int, batch: int, recompute: st
     found = {"parameters": n, "weights": 2 * n, "gradients": 2 * n, "optimizer": (4 + moments) * n}
     found |= {"activations": shape["layers"] * sum(block.values()), "logits": 4 * seq * batch * shape["vocab"]}
     states = found["weights"] + found["optimizer"]
-    found["loss"] = (
-        states + found["activations"] + seq * batch * (RUN_LOSSES[loss] * shape["vocab"] + 4 * shape["hidden"])
-    )
+    a_token = RUN_LOSSES[loss] * shape["vocab"] + 4 * shape["hidden"]
+    found["loss"] = states + found["activations"] + seq * batch * a_token
     found["step"] = states + (4 + roots) * n
     # Where no roots come after it, the conversion to fp32 is the peak: the last gradient is there in both.
     found["last"] = 0 if roots else 2 * shape["vocab"] * shape["hidden"]
@@ -645,7 +645,7 @@ def _judge_run(
             ("This is one layer; every layer keeps its own activations", block),
             ("Every sequence of the micro-batch keeps its own activations", truth["activations"] / b),
             ("34sbh is a GPT block's; a Llama block has other widths and no dropout", 34 * tokens * h * layers),
-            ("Under full recomputation a block keeps its input alone", _llama(tokens, h, q, k, f) * layers),
+            ("Under full recomputation a block keeps its input alone", _llama(tokens, h, q, k, f) * layers * (recompute == "full")),
             ("Keys and values are narrower than queries", _llama(tokens, h, q, q, f) * layers),
             ("The width of all query heads need not be the hidden size", _llama(tokens, h, h, k, f) * layers),
             *(("`head_dim` is given, and is not hidden // heads", _llama(tokens, h, *both, f) * layers) for both in cut),
