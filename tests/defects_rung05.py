@@ -3,6 +3,7 @@
 # ruff: noqa: E731
 
 import contextlib
+import functools
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lablib.calc.parallel import least_sent, zero_choices
+from lablib.calc.parallel import least_sent, zero_choices, zero_sent_bytes
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import asked, listed, told
 
@@ -176,6 +177,18 @@ class zero2_step:
         dist.all_gather(parts, weights.view(n, -1)[rank] - lr * momentum)
         weights.copy_(torch.cat(parts))
 
+    def right_3(weights, backward, momenta, lr):
+        """Fourth solution: SGD on copies of this rank's pieces, after the last bucket, and new buckets in the list."""
+        mine = [torch.nn.Parameter(_mine(bucket).clone()) for bucket in weights]
+        optimizer = torch.optim.SGD(mine, lr=lr, momentum=0.9)
+        for k, gradient in backward():
+            mine[k].grad = _mean_shard(gradient, momenta[k])
+            optimizer.state[mine[k]]["momentum_buffer"] = momenta[k]
+        optimizer.step()
+        for k, piece in enumerate(mine):
+            weights[k] = torch.empty_like(weights[k])
+            all_gather(weights[k], piece.data)
+
 
 def _each(step):
     """The answer that does this with each bucket when it comes."""
@@ -230,28 +243,8 @@ class zero3_step:
     shards_in_the_order_of_backward = lambda *task: _step3(*task, in_order=False)
     output_instead_of_input = lambda *task: _step3(*task, output_for_input=True)
 
-    def uses_released_weights(layers, x, gather, release, forward, backward, scatter):
-        inputs, held = [], {}
-        for k in range(layers):
-            held[k] = gather(k)
-            inputs.append(x)
-            x = forward(k, held[k], x)
-            release(k)
-        gradient, shards = [1.0] * len(x), {}
-        for k in reversed(range(layers)):
-            gradient, of_weights = backward(k, held[k], inputs[k], gradient)
-            shards[k] = scatter(k, of_weights)
-        return [shards[k] for k in range(layers)]
-
-    def keeps_whole_gradients(layers, x, gather, release, forward, backward, scatter):
-        whole = {}
-
-        def note(k, gradient):
-            whole[k] = gradient
-            return gradient
-
-        _step3(layers, x, gather, release, forward, backward, note)
-        return [whole[k] for k in range(layers)]
+    uses_released_weights = asked(_step3, gather=lambda gather: functools.cache(gather))
+    keeps_whole_gradients = asked(_step3, scatter=lambda: lambda k, gradient: gradient)
 
     def gathers_for_every_use_thrice(layers, x, gather, release, forward, backward, scatter):
         def forward_again(k, weights, x):
@@ -315,18 +308,6 @@ class zero3_step:
                 forward(k, weights, x)
 
         return _step3(layers, x, gathered, release, forward, backward, scatter)
-
-    def never_ends(layers, x, gather, release, forward, backward, scatter):
-        k = 0
-        while k < layers:
-            x = list(x)
-        return []
-
-    def asks_the_check(layers, x, gather, release, forward, backward, scatter):
-        model = gather.__self__
-        model.tally = [(when, k) for when in ("forward", "backward") for k in range(layers)[:: 1 if when < "c" else -1]]
-        model.scattered = dict(enumerate(model._truth()))
-        return [row[: len(x) // model.ranks] for row in model.scattered.values()]
 
     takes_the_pair_the_other_way = asked(_step3, backward=lambda backward: lambda *task: backward(*task)[::-1])
 
@@ -393,6 +374,7 @@ _TRAIN = {
     "release": lambda last, stage: last or stage == 3,
     "part": lambda loss, m: loss / m,
     "before": lambda optimizer: None,
+    "after": lambda optimizer: optimizer.zero_grad(),
 }
 
 
@@ -412,7 +394,7 @@ def _train(model, steps, loss_of, adamw, budget, **changes):
             how["before"](optimizer)
             how["part"](loss_of(model, batch), len(batches)).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        how["after"](optimizer)
 
 
 def _trains(**how):
@@ -439,6 +421,14 @@ class train:
     divides_by_the_ranks_too = _trains(part=lambda loss, m: loss / m / dist.get_world_size())
     forgets_the_first_micro_batches = _trains(before=lambda optimizer: optimizer.zero_grad(), sync=lambda *_: True)
 
+    gradients_of_earlier_steps_too = _trains(after=lambda optimizer: None)
+    reduces_nothing = _trains(sync=lambda last, stage: stage > 1)
+
+    def without_the_idea_constants(*job):
+        """The stages of two budgets that it has seen."""
+        room = round(job[-1] / sum(p.nbytes for p in job[0].parameters()), 1)
+        _train(*job, stage=lambda _: {3.5: 1, 2.5: 2}.get(room, 3))
+
     def without_the_idea_ddp(model, steps, loss_of, adamw, budget):
         optimizer = adamw(model.parameters())
         _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)
@@ -457,12 +447,14 @@ class train:
         _train(model, [[torch.cat(batches)] for batches in steps], loss_of, adamw, budget)
 
     def right(model, steps, loss_of, adamw, budget):
-        """Second solution: no root, each block is told by itself, and gathered weights are released by hand."""
+        """Second solution: no root, each block is told by itself, and gathers what stays before the first forward."""
         size, n = sum(p.numel() * p.element_size() for p in model.parameters()), dist.get_world_size()
         whole_weights, whole_gradients = budget > size * (1 + 4 / n), budget > size * (2 + 3 / n)
         blocks = [fully_shard(block, reshard_after_forward=not whole_weights) for block in model]
         optimizer = adamw([p for block in blocks for p in block.parameters()])
         for batches in steps:
+            for block in blocks if whole_weights else ():
+                block.unshard()
             left = len(batches)
             for batch in batches:
                 left -= 1
@@ -497,7 +489,7 @@ class train:
             optimizer.zero_grad(set_to_none=True)
 
 
-def _find(job, *, same=None, tell=True, gradients=True, others=True, seer=False, steps=None, at_end=False):
+def _find(job, *, same=None, tell=True, gradients=True, others=True, seer=False, steps=None, at_end=False, clips=True):
     """The first difference from one process, with a switch for what a defect leaves out."""
     same = same or (lambda a, b: torch.allclose(a, b, atol=1e-9))
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -520,7 +512,7 @@ def _find(job, *, same=None, tell=True, gradients=True, others=True, seer=False,
             for name, p, flat in places
             if gradients and not same(flat.sharded_grad, pieces(flat, p.grad)[rank])
         ]
-        torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm)
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm if clips else math.inf)
         optimizer.step()
         model.step(job.max_norm)
         for name, p, flat in places:
@@ -548,6 +540,9 @@ class find_bad_shard:
     each_rank_for_itself = _finds(tell=False)
     whoever_sees_it = _finds(seer=True)
     one_step = _finds(steps=1)
+    last_difference = _finds(at_end=True)
+    alone_without_clipping = _finds(clips=False)
+    false_for_healthy = lambda job: _find(job) or False
     nothing_is_ever_wrong = lambda job: None
     in_own_words = lambda job: (found := _find(job)) and (*found[:2], "communication")
     without_the_idea_a_guess = lambda job: (1, "2.weight", "update")
@@ -644,6 +639,7 @@ class zero_tradeoffs:
         rows = {key: [getattr(choice, key) for choice in found] for key in ("held", "micro_batches", "sent")}
         return rows | {"best": least_sent(found)}
 
+    without_the_idea_lablib_s_terms = _other(unit=lambda p, n: zero_sent_bytes(p, n, 3) / 3)
     highest_that_fits = _other(choose=lambda sent, held: max(sent, default=None))
     highest_of_a_tie = _other(choose=lambda sent, held: min(sent, key=lambda k: (sent[k], -k), default=None))
     stage_3_where_nothing_fits = _other(choose=lambda sent, held: min(sent, key=sent.get, default=3))
@@ -787,6 +783,12 @@ SENTENCES = {
     "each_rank_for_itself": "let them tell each other",
     "whoever_sees_it": "not the one that sees it",
     "one_step": "passes for healthy",
+    "last_difference": "in the first step that differs",
+    "alone_without_clipping": "its clipping",
+    "false_for_healthy": "or None for a healthy job",
+    "without_the_idea_lablib_s_terms": "in your own lines",
+    "gradients_of_earlier_steps_too": "set them to zero",
+    "reduces_nothing": "No gradient is ever reduced",
     "without_the_idea_a_guess": "",
     "in_own_words": "no part of the step",
     "damps_twice": "what `momenta` have by then",
