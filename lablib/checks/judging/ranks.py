@@ -39,7 +39,7 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
             "in the same order."
         ) from None
     except RankError as error:
-        last = error.traceback.strip().splitlines()[-1]
+        last = [line for line in error.traceback.splitlines() if line[:1].isalpha()][-1]  # its text may have more
         if last.startswith(f"{Wrong.__module__}.Wrong: "):
             raise Wrong(last.partition(": ")[2]) from None
         raise Wrong(
