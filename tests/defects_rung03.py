@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from lablib.checks.rung03 import _IMPOSSIBLE, _jobs
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import listed
 
@@ -112,6 +113,11 @@ class split_mlp:
 
     its_own_rank_of_the_job = lambda *case: _half(
         *case, cut=lambda *_: slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    )
+
+    bias_shared_out_after_the_sum = lambda *case: _half(*case[:4], case[4] / case[5].size(), case[5])
+    the_sum_on_rank_0 = lambda *case: _half(
+        *case, leave=lambda y, g: y + (_summed(y, g) - y.detach()) * (g.rank() == 0)
     )
 
     def bias_on_rank_0(x, up, up_bias, down, down_bias, group):
@@ -257,6 +263,8 @@ class split_qkv:
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
+    keys_before_queries = lambda *case: [(keys, queries, over) for queries, keys, over in _even(*case)]
+    without_the_idea_a_list_of_refusals = _laid_out(lambda *case: case in [(h, k, t) for h, k, _, t in _IMPOSSIBLE])
     # Twice: as copies on all ranks, whose gradients all ranks sum.
     every_key_head_everywhere = lambda *case: [(q, range(case[1] * case[2]), range(case[3])) for q, *_ in _even(*case)]
 
@@ -533,6 +541,9 @@ def _finding(pick=lambda places: places[0], above=1e-3, ways=("forward", "backwa
     return answer
 
 
+_SEEN = {round(job.loss(job.whole()).item(), 4) for job in _jobs(1)}  # first losses of an earlier run
+
+
 class find_fault:
     without_the_idea_all_is_well = lambda job, group: None
     without_the_idea_always_the_same = lambda job, group: ("1.inner", "forward", [0, 1])
@@ -562,6 +573,9 @@ class find_fault:
                 return *place, [1]
         return None
 
+    def without_the_idea_a_list_of_jobs(job, group):
+        return _finding()(job, group) if round(job.loss(job.whole()).item(), 4) in _SEEN else None
+
     forward_alone = _finding(ways=("forward",))
     gradients_first = _finding(ways=("backward",))
     to_the_last_digit = _finding(above=0)
@@ -572,6 +586,8 @@ class find_fault:
     the_largest_difference = _finding(pick=max)
     the_last_one = _finding(pick=lambda places: [p for p in places if p[1] == places[0][1]][-1])
     all_ranks_always = _finding(ranks=[0, 1])
+    a_half = lambda job, group: (found := _finding()(job, group)) and (found[0][0], *found[1:])
+    no_name_of_the_job = lambda job, group: (found := _finding()(job, group)) and (f"layers.{found[0]}", *found[1:])
     right = _finding(above=1e-4)
 
     def right_2(job, group):
@@ -581,13 +597,16 @@ class find_fault:
         if not off:
             return None
         (name, way), _ = off[0]
-        return {"way": way, "module": name, "ranks": {r for place, r in off if place == off[0][0]}}
+        return {"way": way.title(), "module": name, "ranks": {r for place, r in off if place == off[0][0]}}
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(split_mlp, split_qkv, write_plan, find_fault)
 
 SENTENCES = {
     "over_the_whole_job": "A collective runs over all ranks of the job",
+    "bias_shared_out_after_the_sum": "shared out after the sum", "the_sum_on_rank_0": "Only the ranks before",
+    "keys_before_queries": "key heads that do not exist", "without_the_idea_a_list_of_refusals": "raise a ValueError",
+    "without_the_idea_a_list_of_jobs": "You find nothing in a job",
     "counts_the_ranks_of_the_job": "The part is counted over the ranks of the whole job",
     "its_own_rank_of_the_job": "The part is counted over the ranks of the whole job",
     "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
@@ -603,30 +622,23 @@ SENTENCES = {
     "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
     "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
-    "keys_and_values_beside_the_queries": "names ranks that do not exist",
-    "fetches_every_part": "a rank sends",
+    "keys_and_values_beside_the_queries": "names ranks that do not exist", "fetches_every_part": "a rank sends",
     "without_the_idea_an_empty_plan": "Nothing is split: each rank holds all",
     "without_the_idea_tokens_and_no_weights": "Nothing is split",
     "without_the_idea_gathers_after_each_layer": "what leaves the columns is what the rows want",
     "one_layer_only": "holds all of `layers.1.attn.wq.weight`",
     "names_of_another_model": "`layers.*.attention.q` names no module",
-    "each_reader_sums": "sums the gradient of it by itself",
-    "each_reader_gathers": "share one gather",
+    "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "share one gather",
     "forgets_the_norm_of_heads": "only a part of the gradient of `layers.0.attn.q_norm.weight`",
     "forgets_a_norm_of_tokens": "only a part of the gradient of `layers.0.ln2.weight`",
-    "local_logits": "plain tensors of 24 columns",
-    "gathers_the_logits": "The logits are gathered",
+    "local_logits": "plain tensors of 24 columns", "gathers_the_logits": "The logits are gathered",
     "without_the_idea_all_is_well": "You find nothing in a job",
     "without_the_idea_always_the_same": "of a job that is healthy",
-    "without_the_idea_the_loss_alone": "You find nothing in a job",
-    "without_the_idea_asks_the_check": "This asks the check",
-    "without_the_idea_reads_how_it_was_made": "This asks the check",
-    "forward_alone": "backward has faults of its own",
-    "to_the_last_digit": "of a job that is healthy",
-    "each_rank_for_itself": "Ranks say different things",
-    "between_ranks_alone": "You find nothing in a job",
-    "the_last_one": "its inputs are wrong already",
-    "all_ranks_always": "compare each rank's values",
-    "gradients_first": "The fault is in forward",
+    "without_the_idea_the_loss_alone": "You find nothing in a job", "without_the_idea_asks_the_check": "This asks the check",
+    "without_the_idea_reads_how_it_was_made": "This asks the check", "a_half": "is a whole half",
+    "no_name_of_the_job": "or no module", "forward_alone": "backward has faults of its own",
+    "to_the_last_digit": "of a job that is healthy", "each_rank_for_itself": "Ranks say different things",
+    "between_ranks_alone": "You find nothing in a job", "the_last_one": "its inputs are wrong already",
+    "all_ranks_always": "compare each rank's values", "gradients_first": "The fault is in forward",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
-}
+}  # fmt: skip

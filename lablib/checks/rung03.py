@@ -185,6 +185,8 @@ def _judge_mlp_forward(y: Tensor, sends: bool, full: Tensor, values: list[Tensor
         ("The parts are averaged; they are parts of one sum",
          _same(y * tp, full) or _same((y - bias) * tp, full - bias)),
         ("The last bias is missing", _same(y, full - bias)),
+        ("The last bias is shared out after the sum: it is added once there, whole", _same(y, full + (1 / tp - 1) * bias)),
+        ("Only the ranks before this one get the sum, and all need it", rank > 0),
         ("Each rank returns its own part: the parts must be summed over the ranks", not sends),
     )  # fmt: skip
     recognize(y, "", _mlp_slips(values, tp), _same)
@@ -227,8 +229,7 @@ def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None
         all(bool((got["up"] != 0).any(0).sum() * tp == up.shape[1]) for got in results),
     ))  # fmt: skip
     for rank, rows in enumerate(held):
-        refuse(
-            "",
+        refuse("",
             (f"Forward is right, and no gradient gets through the sum to `up` on rank {rank}", not rows.any()),
             (f"Right, and no tensor parallelism: on rank {rank} {int(rows.sum())} of the {len(up)} rows of `up` have a "
              f"gradient. Each rank takes {len(up) // tp} of them, for all tokens", rows.sum() * tp != len(up)),
@@ -294,7 +295,9 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
             where = _words(case) + " is possible" + " (ranks may hold copies of a key head)" * (case[3] > case[1])
             raise Wrong(f"{where}, and your answer raises a ValueError{own_line(error)}{said}.") from None
         _judge_heads(_rows_of_ranks(ranks, case), *case)
-    for case in _IMPOSSIBLE:
+    new = random.Random()  # no list has the last
+    drawn = [(kv * new.randint(1, 6), kv, 4, new.randint(2, 12)) for kv in new.choices(range(2, 9), k=30)]
+    for case in (*_IMPOSSIBLE, *(c for c in drawn if c[0] % c[3] or (c[1] % c[3] and c[3] % c[1]))):
         try:
             answer(*case)
         except ValueError:
@@ -338,7 +341,7 @@ def _rows_of_ranks(ranks: Any, case: tuple[int, ...]) -> list[tuple[list[int], l
     ends = [part for *rows, _ in found for part in rows]
     if all(len(part) == 2 and part[1] - part[0] >= width and part[1] % width == 0 for part in ends):
         raise Wrong(f"{where}: these look like (start, stop). Return the rows themselves, as range(start, stop).")
-    if width > 1 and [len(queries) for queries, *_ in found] == [heads // tp] * tp:
+    if width > 1 and all([len(q), len(k)] == [heads // tp, max(1, kv // tp)] for q, k, _ in found):
         raise Wrong(f"{where}: these are numbers of heads. Return rows: head i has head_dim of them, from i*head_dim.")
     return found
 
@@ -638,7 +641,7 @@ def _judge_plan(got: dict[str, Any], rank: int, numel: int) -> None:
 
 # --- a fault that nobody announced --------------------------------------------------------------------------
 
-_KINDS = ("", "own mean", "not summed back", "own copy")
+_KINDS, _STEPS = ("", "own mean", "not summed back", "own copy"), ("norm", "up", "inner", "down")
 
 
 class _Total(torch.autograd.Function):
@@ -727,7 +730,7 @@ def _drawn(seed: int) -> tuple[str, int, int]:
     return dice.choice(_KINDS), dice.randrange(4), dice.randrange(2)
 
 
-def _jobs(seed: int) -> list[Job]:
+def _jobs(seed: int | None) -> list[Job]:
     """Return eight jobs: each kind in an early and in a late half, and on either rank; two are healthy."""
     dice, found = random.Random(seed), {}
     while len(found) < 2 * len(_KINDS):
@@ -749,8 +752,8 @@ def _all_ranks() -> tuple[dist.ProcessGroup]:
     kind="fault",
 )
 def find_fault(answer: Callable[[Job, dist.ProcessGroup], Any], seed: int = 1) -> str:
-    """Judge `find_fault(job, group)`: None, or (module, "forward" or "backward", ranks), on two ranks for eight jobs."""
-    jobs, tp = _jobs(seed), 2
+    """Judge `find_fault(job, group)`: None, or (module, "forward" or "backward", ranks), on two ranks for eleven jobs."""
+    jobs, tp = _jobs(seed) + _jobs(None)[-3:], 2  # no list has the last, and one of them is at fault
     found = ask_ranks(answer, tp, jobs, more=_all_ranks)
     for job, by_rank in zip(jobs, found, strict=True):
         kind, place, odd = _drawn(job._seed)
@@ -768,19 +771,15 @@ def _said(given: Any) -> tuple[str, str, list[int]] | None:
         return None
     told = 'Return None for a healthy job, or (name of the module, "forward" or "backward", list of ranks).'
     parts = by_name(list(given) if isinstance(given, tuple) else given, "module", "way", "ranks", otherwise=told)
-    return (
-        str(parts["module"]),
-        str(parts["way"]),
-        sorted({whole(r, "A rank") for r in numbers(parts["ranks"], "ranks")}),
-    )
+    ranks = sorted({whole(r, "A rank") for r in numbers(parts["ranks"], "ranks")})
+    return str(parts["module"]), str(parts["way"]).lower(), ranks
 
 
 def _judge_job(said: tuple[str, str, list[int]] | None, kind: str, place: int, ranks: list[int]) -> None:
     module = f"{place}.{'norm' if kind == 'own copy' else 'inner'}"
     way = "backward" if kind == "not summed back" else "forward"
     if said is None or not kind:
-        refuse(
-            "",
+        refuse("",
             (lambda: f"You name `{said[0]}` of a job that is healthy: sums in another order differ by 1e-7 of the values, and "
              "what a fault changes is larger by far", said is not None),
             ("You find nothing in a job whose outputs are all those of one process: backward has faults of its own, so compare "
@@ -790,8 +789,9 @@ def _judge_job(said: tuple[str, str, list[int]] | None, kind: str, place: int, r
         )  # fmt: skip
         return
     name, theirs, where = said
-    refuse(
-        "",
+    refuse("",
+        (f"`{name}` is a whole half, or no module: name one of {', '.join(_STEPS)} with its half, as `2.up`",
+         name not in [f"{half}.{step}" for half in range(4) for step in _STEPS]),
         (f"The fault is in {way}, and you say {theirs}: what is wrong in forward makes gradients wrong too, and not the other "
          "way round", theirs != way),
         (f"You name `{name}`, and its inputs are wrong already: name the module that gets right values and hands on wrong "
