@@ -605,7 +605,7 @@ DEFECTS, SECOND_SOLUTIONS = listed(split_mlp, split_qkv, write_plan, find_fault)
 SENTENCES = {
     "over_the_whole_job": "A collective runs over all ranks of the job",
     "bias_shared_out_after_the_sum": "shared out after the sum", "the_sum_on_rank_0": "Only the ranks before",
-    "keys_before_queries": "key heads that do not exist", "without_the_idea_a_list_of_refusals": "raise a ValueError",
+    "keys_before_queries": "key heads that do not exist", "without_the_idea_a_list_of_refusals": "a ValueError",
     "without_the_idea_a_list_of_jobs": "You find nothing in a job",
     "counts_the_ranks_of_the_job": "The part is counted over the ranks of the whole job",
     "its_own_rank_of_the_job": "The part is counted over the ranks of the whole job",
