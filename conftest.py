@@ -57,11 +57,12 @@ def pytest_collection_modifyitems(config, items):
     """Begin with the files that take long, and leave out the pages of a site that is not built."""
     # Both workers then end together: the last files that xdist hands out are the quick ones.
     items.sort(key=lambda item: _weight(item.path), reverse=True)
-    lots = set(_lots([item for item in items if item.get_closest_marker("drawn")]))
-    left = [item for item in items if item.get_closest_marker("drawn") and item.nodeid not in lots]
-    if left:
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
+    drawn = {item.nodeid: item for item in items if item.get_closest_marker("drawn")}
+    for nodeid in share_of_cases(drawn, int(os.environ.get("LABLIB_SHARE", 1)), os.environ["LABLIB_DRAW"]):
+        del drawn[nodeid]
+    if drawn:
+        items[:] = [item for item in items if item.nodeid not in drawn]
+        config.hook.pytest_deselected(items=list(drawn.values()))
     if (ROOT / "_build" / "html" / "index.html").exists():
         return
     # Without a built site, let one test say so instead of a hundred.
@@ -71,13 +72,14 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=lost)
 
 
-def _lots(items):
-    """Of the cases of each test, the share that this run takes; of a test without cases, so many of its runs."""
-    share = int(os.environ.get("LABLIB_SHARE", 1))
-    for test, cases in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
-        dice, names = random.Random(os.environ["LABLIB_DRAW"] + test), [item.nodeid for item in cases]
-        if len(names) > 1 or not dice.randrange(share):
-            yield from dice.sample(names, -(-len(names) // share))
+def share_of_cases(names, share, draw):
+    """Return one in `share` of each test's cases, at least one of them; a test without cases in one of so many runs."""
+    taken = []
+    for test, group in itertools.groupby(sorted(names), lambda name: name.partition("[")[0]):
+        dice, cases = random.Random(draw + test), list(group)
+        if len(cases) > 1 or not dice.randrange(share):
+            taken += dice.sample(cases, -(-len(cases) // share))
+    return taken
 
 
 def pytest_collection_finish():

@@ -27,10 +27,9 @@ def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Cal
 
 def share_of(answers: list[Callable]) -> list[Callable]:
     """Return one in LABLIB_SHARE of these answers, others in each run, and one that has no idea among them."""
-    drawn = random.sample(answers, len(answers))
-    drawn.sort(key=lambda answer: not answer.__name__.startswith("without_the_idea"))
-    first, others = drawn[:1], random.sample(drawn[1:], len(drawn[1:]))
-    return first + others[: len(others) // int(os.environ.get("LABLIB_SHARE", 1))]
+    first = random.choice([one for one in answers if one.__name__.startswith("without_the_idea")] or answers)
+    others = [one for one in answers if one is not first]
+    return [first, *random.sample(others, len(others) // int(os.environ.get("LABLIB_SHARE", 1)))]
 
 
 def asked(solution: Callable, **others: object) -> Callable:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from lablib.cli import room
 from lablib.cli.copies import copy_labs
 from lablib.cli.main import app
+from tests.planted import share_of
 from tests.scripts import ROOT, load
 
 
@@ -324,3 +325,22 @@ def test_pages_are_read_together_and_no_two_kernels_share_an_address(jobs, monke
     assert len({kernel.ip for kernel in kernels}) == (1 if jobs == 1 else 2)
     # The address of a socket has 104 characters at most; a kernel adds "-1" to "-5" to it.
     assert all(len(kernel.ip) <= 100 for kernel in kernels)
+
+
+def test_a_run_takes_a_share_of_what_is_drawn_and_all_runs_together_take_all(monkeypatch):
+    take = load("conftest.py").share_of_cases
+    names = [*(f"a.py::many[{i}]" for i in range(10)), "a.py::alone", "a.py::two[x]", "a.py::two[y]"]
+    assert sorted(take(names, 1, "0")) == sorted(names)
+    runs = [take(names, 4, str(draw)) for draw in range(200)]
+    assert {tuple(sum(test in name for name in run) for test in ("many", "two")) for run in runs} == {(3, 1)}
+    assert {sum("alone" in name for name in run) for run in runs} == {0, 1}
+    assert {name for run in runs for name in run} == set(names)
+
+    answers = [lambda: None for _ in range(9)]
+    answers[4].__name__ = "without_the_idea_at_all"
+    monkeypatch.setenv("LABLIB_SHARE", "1")
+    assert set(share_of(answers)) == set(answers)
+    monkeypatch.setenv("LABLIB_SHARE", "4")
+    some = [share_of(answers) for _ in range(300)]  # one of eight in none of them: 8 * 0.75**300
+    assert {(len(one), one[0]) for one in some} == {(3, answers[4])}
+    assert {answer for one in some for answer in one} == set(answers)
