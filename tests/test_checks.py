@@ -311,7 +311,7 @@ SLIPS = [
         (lambda x, y: 3 * x + (2 * y if y > 4 else y), "Twice is not thrice (2 and 5). There is another mistake"),
         (lambda x, y: -SLIPS[0][1](x, y) * 1.0, "Nothing is negative"),
         # With something unknown beside it.
-        (lambda x, y: 3 * x + y if x < 9 else 7, "Twice is not thrice (2 and 5). There is another mistake"),
+        (lambda x, y: 3 * x + y if x < 9 else 7, "Twice is not thrice (2 and 5). This explains 3 of 4 wrong answers."),
         (lambda x, y: 17, "The answer is the same in every case"),
         (
             lambda x, y: x * y,

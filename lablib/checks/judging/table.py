@@ -6,7 +6,7 @@ A check gives its cases, the truth and the table; which mistake it was is found 
 2. the one that gives it in every case that is wrong, to the digit, then to four digits;
 3. none, because the answer is the same in every case;
 4. two or three at once, where their errors add up or multiply: the largest is named, and that there is another;
-5. the one that explains most of the wrong cases, if these are two or more, and a fifth of them;
+5. the one that explains most of the wrong cases, if these are two or more, and half of them, and how many these are;
 6. none: the smallest wrong case is shown.
 
 `refuse` is for what one answer shows by itself: the sentence of the first sign that is there.
@@ -89,9 +89,11 @@ def name_the_mistake(
                 raise Wrong(f"{sentence} ({describe(*wrong[0].case)}).")
     if len(rows) > 1 and all(alike(row.given, rows[0].given) for row in rows):
         raise Wrong(f"The answer is the same in every case, and depends on what is asked ({describe(*wrong[0].case)}).")
-    if found := _several_at_once(wrong, slips) or _most_of_them(wrong, slips):
-        sentence, row = found
-        raise Wrong(f"{sentence} ({describe(*row.case)}). There is another mistake beside it.")
+    if found := _several_at_once(wrong, slips):
+        raise Wrong(f"{found[0]} ({describe(*found[1].case)}). There is another mistake beside it.")
+    if most := _most_of_them(wrong, slips):
+        sentence, row, count = most
+        raise Wrong(f"{sentence} ({describe(*row.case)}). This explains {count} of {len(wrong)} wrong answers.")
     row = min(wrong, key=lambda row: row.truth) if isinstance(wrong[0].truth, Number) else wrong[0]
     if unknown is not None:
         raise Wrong(f"{unknown(row)} ({describe(*row.case)}).")
@@ -162,17 +164,17 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-9 * max(abs(b), 1e-3)
 
 
-def _most_of_them(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row] | None:
-    """Return the mistake that explains most of the wrong cases, where it changes the answer."""
+def _most_of_them(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row, int] | None:
+    """Return the mistake that explains most of the wrong cases, the first of these, and their number."""
     best: tuple[str, list[Row]] = ("", [])
     for sentence, mistaken in slips:
         given = [(row, mistaken(*row.case)) for row in wrong]
         explained = [row for row, value in given if alike(row.given, value, rel=1e-9)]
         if len(explained) > len(best[1]):
             best = sentence, explained
-    if len(best[1]) < max(2, len(wrong) / 5):
+    if len(best[1]) < max(2, len(wrong) / 2):
         return None
-    return best[0], best[1][0]
+    return best[0], best[1][0], len(best[1])
 
 
 def _short(value: Any) -> str:
