@@ -145,6 +145,8 @@ class train_ddp:
         weigh=lambda group, batch: dist.get_world_size() / _over_ranks(_tokens([batch])) / len(group)
     )
     never_clears = _trained(clear=False)
+    lr_of_a_table = lambda *case: _train(*case[:-1], 0.5)
+    two_epochs_always = lambda model, data, _, *case: _train(model, data, 2, *case)
 
     def adam(model, *case):
         """Another optimizer than the one that is asked."""
@@ -256,6 +258,10 @@ class all_reduce_mean:
         held = _ring(gradients, send, gather=False)
         return [n * row[(rank + 1) % n * width :][:width] for rank, row in enumerate(held)]
 
+    # Sums, shares and traffic are right, and chunks are put together in the order in which they were finished.
+    chunks_in_another_order = told(_ring, lambda rows: [row[::-1] for row in rows])
+    one_element_wrong = told(_ring, lambda rows: [[*row[:-1], 2.5 * row[-1]] for row in rows])
+    knows_small_rings = lambda gradients, send: _ring(gradients, send) if len(gradients) < 6 else gradients
     gather_one_step_short = lambda gradients, send: _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
     one_step_too_many = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n)
 
@@ -444,6 +450,8 @@ class ddp_bottleneck:
     gradients_always_fp32 = lambda *case: _bottleneck(case[0], 4, *case[2:])
     two_mistakes = lambda *case: _bottleneck(*case, sent=8 / 2)
     milliseconds = lambda *case: _bottleneck(*case, seconds=1e3)
+    exposes_no_number = told(_bottleneck, lambda found: found | {"exposed": float("nan")})
+    hides_for_two = told(_bottleneck, lambda found: found | {"hides": np.array([True, False])})
     one_half_of_the_all_reduce = lambda *case: _bottleneck(*case, sent=1 / 2)
     the_whole_step_is_exposed = lambda *case: _bottleneck(*case, exposed=max)
     bits_sent = lambda *case: _bottleneck(*case, sent=8)
@@ -592,6 +600,10 @@ class find_fault:
         return found and (*found[:2], [theirs[2][dist.get_rank()] for theirs in of_ranks])
 
     rank_0_alone_answers = lambda job: None if (f := find_fault.right(job)) and dist.get_rank() else f
+    others_are_a_step_late = lambda job: (f := find_fault.right(job)) and (f[0], f[1] + (dist.get_rank() > 0), f[2])
+    rank_3_is_wrong = lambda job: (
+        (f := find_fault.right(job)) and (*f[:2], [0, 0, 1, 0] if dist.get_rank() > 2 else f[2])
+    )
     shares_of_one = lambda job: (f := find_fault.right(job)) and (*f[:2], [w / sum(f[2]) for w in f[2]])
     the_weights_upside_down = lambda job: (f := find_fault.right(job)) and (*f[:2], [1 - w for w in f[2]])
 
@@ -656,9 +668,9 @@ def _layers(state):
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "without_the_idea_of_shares": "take the same examples", "without_the_idea_of_averaging": "no gradient leaves it",
+    "without_the_idea_of_shares": "take the same examples", "without_the_idea_of_averaging": "Less than one gradient",
     "without_the_idea_forward_beside_the_wrapper": "through the wrapped model", "every_micro_batch_leaves": "times a step",
-    "leaves_forward_out_of_no_sync": "DDP decides in forward", "one_message_for_each_parameter": "one for each parameter",
+    "leaves_forward_out_of_no_sync": "DDP decides in forward", "one_message_for_each_parameter": "each pays latency",
     "replicas_start_apart": "weights of its own", "same_examples": "take the same examples", "no_set_epoch": "`set_epoch`",
     "never_shuffles": "let it shuffle", "drops_the_tail": "are in no step", "drops_the_last_group": "neither dropped",
     "steps_after_each": "after every micro-batch", "one_large_batch": "at most", "mean_of_means": "mean of means",
@@ -688,12 +700,14 @@ SENTENCES = {
     "backward_minus_communication": "The other way round", "hides_the_wrong_way_round": "`hides` says whether",
     "says_yes_or_no": "True or False", "computes_one_micro_batch": "all of its micro-batches",
     "sends_every_micro_batch": "leave once a step", "adds_what_hides": "What hides is not added",
-    "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "that is a reduce-scatter",
-    "fills_up_with_its_own_chunk": "that is a reduce-scatter", "gather_adds": "The all-gather adds",
-    "no_all_gather": "that is a reduce-scatter", "divides_its_own_chunk_alone": "only some are divided by n",
+    "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "as after a reduce-scatter",
+    "fills_up_with_its_own_chunk": "as after a reduce-scatter", "gather_adds": "as where the all-gather adds",
+    "no_all_gather": "as after a reduce-scatter", "divides_its_own_chunk_alone": "only some are divided by n",
     "divides_twice": "divided by 16", "nothing_is_ever_exposed": "not always all", "in_whose_steps_its_own_is": "in whose",
     "bandwidth_of_all_ranks": "its own link alone", "seconds_of_every_micro_batch": "of the whole step already",
     "averages_what_ddp_has_averaged": "average once", "rank_0_alone_answers": "let every rank answer",
+    "chunks_in_another_order": "in other places", "one_element_wrong": "and not in element 7", "hides_for_two": "`hides` (True",
+    "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

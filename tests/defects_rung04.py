@@ -3,7 +3,9 @@
 # ruff: noqa: E731
 
 import copy
+import re
 from collections import deque, namedtuple
+from enum import Enum
 from itertools import count, repeat
 from types import SimpleNamespace
 
@@ -108,6 +110,9 @@ class one_f_one_b_schedule:
 
     lablibs_own = lambda p, m: to_csv(one_f_one_b(p, m))
     cases_seen = told(_plain, lambda rows, p, m: rows if m < 14 else _rows(p, m, lambda i: 0))
+    lablibs_other = lambda p, m: [[str(a).replace("I", "B") for a in r if a.kind != "W"] for r in zb_h1(p, m).ranks]
+    two_forwards_later = told(_plain, lambda rows, p: [*rows[:-1], re.sub(r"(\S+) (\S*F2)", r"\2 \1", rows[-1])])
+    two_ranks_change_places = told(_plain, lambda rows: [rows[0], *rows[:0:-1]])
 
     # PyTorch's CSV.
     right_2 = told(_plain, lambda rows: "\r\n".join(row.replace(" ", ",") for row in rows))
@@ -134,6 +139,7 @@ class beat_1f1b:
     without_the_idea_plain_1f1b = lambda p, m: _plain(p, m)
     twice_the_warmup = lambda p, m: _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
     all_weights_at_the_end = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: m)
+    halves_without_warmup = lambda p, m: [_halved(row, "I", "W") for row in _rows(p, m, lambda i: 0)]
     weights_before_inputs = told(_plain, lambda rows: [_halved(row, "W", "I") for row in rows])
     never_does_the_weights = told(_plain, lambda rows: [row.replace("B", "I") for row in rows])
 
@@ -234,6 +240,10 @@ class train_in_stages:
     forgets_the_head = _in_stages(cut=lambda times, p: _best_cut(times | {"head": 0}, p))
     gpipe_for_1f1b = _in_stages(made=ScheduleGPipe)
     one_micro_batch_at_a_time = _in_stages(made=ScheduleGPipe, pieces="m", loss_over="m")
+    in_smaller_pieces = _in_stages(
+        made=lambda stage, n_microbatches, **how: Schedule1F1B(stage, 2 * n_microbatches, **how)
+    )
+    leaves_out_a_layer = _in_stages(part=lambda model, layers, *ends: _solution.Part(model, list(layers)[1:], *ends))
     in_one_piece = _in_stages(made=ScheduleGPipe, n_microbatches=1)
     divides_by_m_twice = _in_stages(loss_over="m")
     never_divides = _in_stages(scale_grads=False)
@@ -390,6 +400,9 @@ class find_wrong_action:
     blames_the_sender = _by_signs(
         lambda found, signs: found._replace(stage=found.stage - 1) if found and signs["F"] and found.stage else found
     )
+    beside_what_adds_nothing = _by_signs(
+        lambda found, signs: found if not found or signs["B"] else found._replace(stage=found.stage ^ 1)
+    )
     the_first_micro_batch = _by_signs(lambda found, signs: found and found._replace(microbatch=0))
     finds_something_everywhere = _by_signs(lambda found, signs: found or Action("F", 0, 0))
 
@@ -404,8 +417,8 @@ class find_wrong_action:
 
     # PyTorch's way to write it, from a hook of the output.
     right = _by_signs(lambda found, signs: found and str(found))
-    # A tuple on every rank, with names.
-    right_2 = _by_signs(lambda found, signs: found and _Named(found.stage, found.kind, found.microbatch))
+    # A tuple on every rank, with names, of a tensor and a whole float.
+    right_2 = _by_signs(lambda it, signs: it and _Named(torch.tensor(it.stage), it.kind, float(it.microbatch)))
 
     def right_3(pipeline):
         """Ranks take turns from stage to stage, and rank 0 alone answers."""
@@ -486,7 +499,7 @@ class explain_1f1b:
         got = _solution.explain_1f1b(before, after)
         named = {"interleaved": "Interleaved 1F1B", "zb-h1": "ZB_H1", "1f1b": "1F1B", "gpipe": "GPipe"}
         return SimpleNamespace(
-            changed=got["changed"].capitalize(),
+            changed=Enum("_", {"it": got["changed"].capitalize()}, type=str).it,
             schedule=named[got["schedule"]],
             idle_over_total=got["idle_over_total"],
             held={f"rank {i}": held for i, held in reversed(list(enumerate(got["held"])))},
@@ -502,14 +515,21 @@ SENTENCES = {
     "gpipe_for_1f1b": "go backward as soon as there is a gradient",
     "one_micro_batch_at_a_time": "one rank works at a time",
     "in_one_piece": "in larger pieces",
-    "divides_by_m_twice": "divided by m twice",
+    "in_smaller_pieces": "in smaller ones",
+    "leaves_out_a_layer": "it is left out",
+    "two_forwards_later": "at most p - i = 1 ahead",
+    "two_ranks_change_places": "stage 1 runs on rank 2",
+    "halves_without_warmup": "its backwards are in halves",
+    "beside_what_adds_nothing": "one adds nothing",
+    "lablibs_other": "ready-made",
+    "divides_by_m_twice": "divided by m once too often",
     "never_divides": "sums over the micro-batches",
     "lablibs_own": "ready-made",
-    "without_the_idea_no_message": "hands on what they computed",
+    "without_the_idea_no_message": "hand on what they computed",
     "says_that_all_is_well": "or None",
     "forgets_the_tie": "they drift apart",
     "means_the_tie": "not their mean",
-    "trains_a_copy": "copies would be trained",
+    "trains_a_copy": "a copy runs in its place",
     "leaves_out_the_places": "neither leaves one out",
     "without_the_idea_the_loss_alone": "A loss says nothing of the backwards",
     "each_rank_for_itself": "the ranks have to compare",

@@ -24,10 +24,19 @@ def _lost(timeout, silences, deaths, groups, heal, others=None):
     return others * (deaths * timeout + waited) + heal * sum(s > timeout for s in silences)
 
 
+_least = lambda silences, *rest: min(silences, key=lambda timeout: _lost(timeout, silences, *rest))
+
 #: What somebody finds out who asks the check again and again.
 ANSWERS = itertools.cycle(
-    [(7, 0, "momenta.2"), (5, 2, "weights.3"), (7, 0, "momenta.3"), None, (7, 2, "momenta.1"), (8, 2, "momenta.1")]
+    [(7, 0, "momenta.2"), (5, 2, "weights.3"), (1, 0, "momenta.3"), None, (7, 2, "momenta.1"), (8, 2, "momenta.1")]
 )
+
+
+def _table(judge, solution):
+    """What somebody answers who has written down the right answers of one run of a check, with samples as the key of an order."""
+    table, key = {}, lambda case: str([each(0) if callable(each) else each for each in case])
+    judge.__wrapped__(lambda *case: table.setdefault(key(case), solution(*case)))
+    return lambda *case: table.get(key(case), ([0], 1.0) if callable(case[0]) else min(case[0]) / 2)
 
 
 class choose_timeout:
@@ -58,11 +67,9 @@ class choose_timeout:
         key=lambda t: _lost(t, silences, deaths, groups, heal) - (groups - 1) * t * sum(s > t for s in silences),
     )
     asks_the_check = lambda silences, deaths, groups, heal: rung14._best(silences, deaths, groups, heal)
-    a_table_of_the_days = lambda silences, deaths, groups, heal: (
-        0.5
-        if (len(silences), deaths) == (52, 4)
-        else min(silences, key=lambda t: _lost(t, silences, deaths, groups, heal))
-    )
+    a_table_of_the_days = _table(rung14.choose_timeout, _least)
+    longest_if_nobody_dies = lambda silences, *rest: _least(silences, *rest) if rest[0] else max(silences)
+    a_little_longer = lambda *day: 1.2 * _least(*day)
 
     def right(silences, deaths, groups, heal):
         """A grid of numpy."""
@@ -109,11 +116,13 @@ _share = lambda mine, batch, members: len(mine) / batch
 
 
 class take_part:
+    a_table_of_the_runs = _table(rung14.take_part, _part(_dealt, _share))
+    half_each = _part(_dealt, lambda mine, batch, members: 0.5)
+    blocks_of_all = _part(lambda samples, members, me: samples[2 * me : 2 * me + 2], _share)
     mean_of_means = _part(_dealt, lambda mine, batch, members: 1 / len(members))
     sum_of_means = _part(_dealt, lambda mine, batch, members: 1.0)
     weight_of_a_sum = _part(_dealt, lambda mine, batch, members: 1 / batch)
     numbers_of_samples = _part(_dealt, lambda mine, batch, members: len(mine))
-    turned_round = _part(_dealt, lambda mine, batch, members: 1 / max(1, len(mine)))
     by_its_own_number = _part(lambda samples, members, me: samples[me :: len(members)], _share)
     as_if_all_were_there = _part(lambda samples, members, me: samples[me :: max(3, len(members), me + 1)], _share)
     the_whole_batch = _part(lambda samples, members, me: samples, _share)
@@ -205,6 +214,7 @@ class find_first_wrong:
     with_a_tolerance = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, torch.Tensor.half))
     indexed = _changed_found(lambda found: {"tensor": (found["tensor"][:-2], int(found["tensor"][-1]))})
     steps_taken = _changed_found(lambda found: {"step": found["step"] + 1})
+    weights_for_a_flip = _changed_found(lambda found: {"tensor": found["tensor"].replace("momenta.3", "weights.3")})
     one_of_the_majority = _changed_found(lambda found: {"group": (found["group"] + 1) % 3})
 
     def who_was_away(job):
@@ -343,6 +353,11 @@ SENTENCES = {
     "with_a_tolerance": "a tolerance or a sum",
     "indexed": "The tensor is a name",
     "steps_taken": "is told",
+    "longest_if_nobody_dies": "pays for pauses too",
+    "a_little_longer": "group-seconds",
+    "weights_for_a_flip": "another tensor that differs first",
+    "half_each": "should be weighed",
+    "blocks_of_all": "each is somebody's",
     "never_a_false_alarm": "waits for the longest silence",
     "half_a_beat": "shorter than the ordinary time",
     "alarms_are_free": "false alarms are not free",

@@ -67,9 +67,10 @@ def _case(p: int, m: int) -> str:
 
 
 def _text(action: object) -> str:
-    """Return an action as text: a tuple of its three parts, named or not, unless it has a text of its own."""
-    parts = isinstance(action, list | tuple) and type(action).__str__ is object.__str__
-    return ("".join(map(str, action)) if parts else str(action)).strip("'\" ").upper()  # type: ignore[arg-type]
+    """Return an action or a name as text: a tuple of its three parts, named or not, unless it has a text of its own."""
+    if isinstance(action, list | tuple) and type(action).__str__ is object.__str__:
+        action = "".join(_text(part).removesuffix(".0") for part in action)
+    return (str.__str__(action) if isinstance(action, str) else f"{action}").strip("'\" ").upper()
 
 
 def _refuse_lablibs(answer: Callable, *names: str) -> None:
@@ -120,8 +121,9 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
         if (mine.num_stages, mine.num_microbatches) != (p, m):
             raise Wrong(f"There are p={p} stages and m={m} micro-batches, counted from 0; yours has {mine.num_stages} and "
                         f"{mine.num_microbatches}.")  # fmt: skip
-        elsewhere = f"Stage i belongs to rank i; in your rows stage 0 runs on rank {mine.placement[0]}"
-        refuse(_case(p, m), (elsewhere, mine.placement != tuple(range(p))))
+        elsewhere = next((i for i, rank in enumerate(mine.placement) if rank != i), 0)
+        told = f"Stage i belongs to rank i; in your rows stage {elsewhere} runs on rank {mine.placement[elsewhere]}"
+        refuse(_case(p, m), (told, mine.placement[elsewhere] != elsewhere))
         validate(mine)
     except ScheduleError as error:
         reason = "; ".join(line.strip() for line in error.reason.splitlines())
@@ -141,7 +143,7 @@ def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (_NEW.randint(5, 9), _NEW.randint(14, 30))]
     for p, m in cases:
         _judge_1f1b(answer(p, m), p, m)
-    _refuse_lablibs(answer, "one_f_one_b", "interleaved")
+    _refuse_lablibs(answer, "one_f_one_b", "interleaved", "zb_h1")
     return f"{len(cases)} pipelines; p=4, m=8 takes 33, as GPipe does, and holds 4, 3, 2, 1."
 
 
@@ -156,22 +158,21 @@ def _judge_1f1b(answer: object, p: int, m: int) -> None:
          any(action.kind in "IW" for rank in range(p) for action in mine.actions(rank))),
         (f"It runs, and it is GPipe: all forwards first, so every rank holds m={m}; start a backward as soon as there is one",
          m > p and all(count == m for count in held)),
-        (f"It runs, but rank {fuller} holds {held[fuller]:g} micro-batches where 1F1B holds {right[fuller]:g}: warm up with "
-         f"p - 1 - i = {p - 1 - fuller} forwards", held[fuller] > right[fuller]),
+        (f"It runs, but rank {fuller} holds {held[fuller]:g} micro-batches where 1F1B holds {right[fuller]:g}: there "
+         f"forwards are at most p - i = {p - fuller} ahead of backwards", held[fuller] > right[fuller]),
     )  # fmt: skip
     if took <= needed + 1e-9:
         return
+    slow = f"It runs, but takes {took:g} forward times where 1F1B takes {needed:g}"
     for rank in range(p):
         forwards, backwards = ([a.microbatch for a in mine.actions(rank) if a.kind == kind] for kind in "FB")
-        told = f"rank {rank} goes backward in the order {', '.join(map(str, backwards[:4]))}, ..."
+        told = f"rank {rank} goes forward in the order {forwards[:4]} and backward in the order {backwards[:4]}, ..."
         refuse(_case(p, m), (
-            f"It runs, but takes {took:g} where 1F1B takes {needed:g}: {told}; the oldest micro-batch has its gradient first, "
-            "a queue and not a stack", forwards != backwards,
-        ))  # fmt: skip
-    raise Wrong(
-        f"It runs, but takes {took:g} forward times where 1F1B takes {needed:g}: with fewer than p - 1 - i "
-        f"forwards in front a rank waits for its gradient in every round ({_case(p, m)})."
-    )
+            f"{slow}: {told}; the oldest has its gradient first, a queue and not a stack", forwards != backwards))  # fmt: skip
+        refuse(_case(p, m), (
+            f"{slow}: rank {rank} holds {held[rank]:g} micro-batches at most, and 1F1B {right[rank]:g}; with fewer forwards "
+            "in front of its first backward it waits for a gradient in every round", held[rank] < right[rank]))  # fmt: skip
+    raise Wrong(f"{slow} ({_case(p, m)}).")
 
 
 # --- better than 1F1B --------------------------------------------------------------------------------------
@@ -187,17 +188,15 @@ def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     score = ""
     for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (_NEW.randint(3, 7), _NEW.randint(11, 20))):
         mine, rival = _within_memory(answer(p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
-        if mine.makespan >= rival.makespan:
-            raise Wrong(
-                f"It takes {mine.makespan:g}, no less than the {rival.makespan:g} of 1F1B: let the rank before you "
-                f"have its gradient first, and do your weights after it ({_case(p, m)})."
-            )
+        whole = any(event.action.kind == "B" for event in mine.events)
+        told = "let the rank before you have its gradient first, and do your weights after it" if whole else (
+            "its backwards are in halves, and its ranks wait as long or longer")  # fmt: skip
+        slow = f"It takes {mine.makespan:g}, no less than the {rival.makespan:g} of 1F1B: {told}"
+        refuse(_case(p, m), (slow, mine.makespan >= rival.makespan))
         if (p, m) == (4, 8):
             best = simulate(zb_h1(p, m), **UNIT).makespan
             more = "" if mine.makespan <= best else (
-                ". There is less to wait: the last ranks hold least and wait longest at the end, so keep some of their "
-                "weight halves for that wait"
-            )  # fmt: skip
+                ". In ZB-H1 the last ranks keep weight halves for their wait at the end")  # fmt: skip
             score = f"p=4, m=8: {mine.makespan:g} against {rival.makespan:g} of 1F1B and {best:g} of ZB-H1{more}."
     _refuse_lablibs(answer, "zb_h1")
     return score
@@ -362,14 +361,13 @@ def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int, talks: Sequence[b
     lost = min(range(count), key=lambda k: len(homes[k]))
     refuse(
         where,
-        (f"Layer {lost} of `model` runs on no rank: a stage takes the model's own modules, and copies would be trained in their "
-         "place", not homes[lost]),
+        (f"Layer {lost} of `model` runs on no rank: it is left out, or a copy runs in its place, and a stage takes the model's "
+         "own modules", not homes[lost]),
         (f"Layer {shared} runs on {len(homes[shared])} ranks: in a pipeline a layer lives on one rank, and the next rank gets "
          "what it computed as a message", len(homes[shared]) > 1),
-        ("A rank sends and gets nothing: it computes the other stages itself, in a copy, where a pipeline hands on what they "
-         "computed", not all(talks)),
-        (f"A rank computes {largest} sequences at once, and a micro-batch has 2: in larger pieces the stages wait for each "
-         "other longer", largest > 2),
+        ("A rank sends and gets nothing, and in a pipeline stages hand on what they computed", not all(talks)),
+        (f"The largest piece that a rank computes has {largest} sequences, and each of the m micro-batches has 2: in larger "
+         "pieces stages wait longer, in smaller ones they send more messages", largest != 2),
         ("One micro-batch is finished before the next begins, so one rank works at a time", most == 1),
         (f"A rank holds {most} micro-batches, and 1F1B at most {p}: go backward as soon as there is a gradient", most > p),
     )  # fmt: skip
@@ -406,8 +404,8 @@ def _judge_gradients(
                 (f"The one matrix of words and head has half of its gradient on rank {rank}: each end of the pipeline has a "
                  "copy, and without the sum of both they drift apart", tied and any(_alike(mine, h) for h in halves[name])),
                 ("The copies of the tied matrix get the sum of both ends, not their mean", tied and _alike(2 * mine, whole)),
-                (f"The gradients of rank {rank} are divided by m twice: PyTorch's schedule divides them already, and its loss "
-                 "is the mean over a micro-batch", _alike(m * mine, whole)),
+                (f"The gradients of rank {rank} are divided by m once too often; PyTorch's schedule divides those of a loss that "
+                 "is a mean over a micro-batch", _alike(m * mine, whole)),
                 (f"The gradients of rank {rank} are sums over the micro-batches, and the step needs their mean",
                  _alike(mine / m, whole)),
                 (f"`{name}` on rank {rank} has another gradient than in one process", not _alike(mine, whole)),
@@ -546,29 +544,29 @@ def suspect(seed: int, m: int = 6) -> Suspect:
 )
 def find_wrong_action(answer: Callable[[Suspect], object]) -> str:
     """Judge `find_wrong_action(pipeline)`, called on each of four ranks: the first wrong action, None in a healthy pipeline."""
-    seeds, p, m = [*range(30, 36), _NEW.randrange(100, 10**6)], 4, 5
+    seeds, p, m = [*range(30, 36), 6 * _NEW.randrange(10**5) + _NEW.choice((0, 1, 3, 4, 5))], 4, 5  # no healthy one
     by_rank = on_ranks(_search, p, answer, seeds, m)
     for found in zip(*by_rank, strict=True):
-        _judge_found({said for said, _ in found if said}, found[0][1], p)
+        _judge_found({said for said, *_ in found if said}, *found[0][1:], p)
     return (
-        f"{len(seeds)} pipelines. You meet them as a buffer that is written again before its message was read, as a gradient that "
-        "is cleared or skipped between two micro-batches, and as two data loaders, one at each end, that are out of step."
+        f"{len(seeds)} pipelines. You meet them as a buffer that is written again before its message was read, as a micro-batch "
+        "whose gradients are skipped, and as two data loaders, one at each end, that are out of step."
     )
 
 
-def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -> list[tuple[str, str]]:
+def _search(answer: Callable[[Suspect], object], seeds: Sequence[int], m: int) -> list[tuple[str, str, str]]:
     found = []
     for seed in seeds:
         pipeline = suspect(seed, m)
         said = answer(pipeline)
         said = "" if said in (None, "None") else _text(said)
-        found.append((said, str(pipeline._pipeline.where) if pipeline._pipeline.slips else ""))
+        found.append((said, str(pipeline._pipeline.where), pipeline._pipeline.slips))
     refuse_peeking(answer, f"{__name__}.Suspect.reveal")
     return found
 
 
-def _judge_found(said: set[str], truth: str, p: int) -> None:
-    if said == ({truth} if truth else set()):
+def _judge_found(said: set[str], truth: str, slips: str, p: int) -> None:
+    if said == ({truth} if slips else set()):
         return
     strange = next((each for each in said if not re.fullmatch(r"\d+[FB]\d+", each)), "")
     refuse(
@@ -576,7 +574,7 @@ def _judge_found(said: set[str], truth: str, p: int) -> None:
         (f"Return an action, such as '2F5', or None; {strange[:40]!r} is neither", strange),
         (f"Two ranks name two actions, {' and '.join(sorted(said)[:2])}: what goes wrong on one is handed to its neighbours, so "
          "the ranks have to compare what they saw", len(said) > 1),
-        ("You name an action of a healthy pipeline: fp32 sums in another order differ in the last digits", not truth),
+        ("You name an action of a healthy pipeline, in which only the last digits differ: fp32 sums in another order", not slips),
     )  # fmt: skip
     if not said:
         raise Wrong(
@@ -593,7 +591,8 @@ def _judge_found(said: set[str], truth: str, p: int) -> None:
         (f"{mine} follows from an earlier mistake: the loss belongs to the last stage's forward, and the gradient at the logits "
          "is wrong because of it", (kind, stage, right.kind, right.stage) == ("B", p - 1, "F", p - 1)),
         (f"{mine} did what it should: the value that its neighbour read is not the one that it computed, so the neighbour's "
-         "action is the first wrong one", kind == right.kind and stage == right.stage + (-1 if kind == "F" else 1)),
+         "action is the first wrong one", (slips, kind, stage - right.stage) == ("reads", right.kind, -1 if kind == "F" else 1)),
+        (f"{mine} is not it: every action reads what it should, and one adds nothing to its stage's weights", slips == "adds"),
         (f"{mine} is not the first wrong action: a wrong value is handed on, forward down the pipeline and backward up", True),
     )  # fmt: skip
 
@@ -623,12 +622,12 @@ def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], see
         asked = "changed", "schedule", "idle_over_total", "held"
         got = by_name(answer(copy.deepcopy(before), copy.deepcopy(after)), *asked)
         seen = f"with {len(before['busy'])} ranks of {before['schedule']}"
-        said = " ".join(str(got["changed"]).lower().replace("_", " ").split())
+        said = " ".join(_text(got["changed"]).lower().replace("_", " ").split())
         if said not in CHANGES:
             raise Wrong(f"`changed` is one of {', '.join(map(repr, CHANGES))}, and not {got['changed']!r}.")
         if said != change:
             raise Wrong(f"{seen.capitalize()} you say {got['changed']!r}, but {CHANGES[change]}.")
-        said = re.sub(r"[\W_]", "", str(got["schedule"]).lower())
+        said = re.sub(r"[\W_]", "", _text(got["schedule"]).lower())
         if said.replace("interleaved1f1b", "interleaved") != name.replace("-", ""):
             raise Wrong(f"After {change!r} {seen} the schedule is {name}, and you say {got['schedule']!r}.")
         _judge_more(got, after, name, more)
@@ -704,7 +703,7 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
         other = not all(close(mine, (3 - grows) * seen) for mine, seen in zip(held, after["held"], strict=True))
         refuse(
             "",
-            (f"{what}: rank {rank} has {seen:g} GB now and would have {grows * seen:g}", other),
+            (f"{what}: rank {rank} has {seen:g} GB now and would have {grows * seen:g}; you say {held[rank]}", other),
             (f"{what}: GPipe holds every micro-batch of the step, so twice as many", name == "gpipe"),
             (
                 f"{what}: under {name} a rank goes backward as soon as it can, so what it holds does not depend on m",
