@@ -223,6 +223,7 @@ class train_step:
     # Right, and three averages where one will do.
     averages_in_every_micro_batch = lambda *case: _step(*case, inside=_mean_over_ranks, average=lambda model: None)
 
+    averages_in_bf16 = lambda *case: _step(*case, average=lambda model: _mean_over_ranks(model, dtype=torch.bfloat16))
     averages_in_fp64 = lambda *case: _step(*case, average=lambda model: _mean_over_ranks(model, dtype=torch.float64))
 
     def zeroes_infinities(*case):
@@ -576,6 +577,7 @@ SENTENCES = {
     "never_looks_at_forward": "whatever its dtype", "never_looks_at_gradients": "has zeros", "never_looks_at_weights": "a weight lands",
     "the_last_and_not_the_first": "stays lost", "the_first_module_of_all": "the module is not", "compares_ranks": "of its own",
     "asks_the_check": "asks the check", "asks_the_check_for_its_answer": "asks the check", "averages_in_fp64": "in fp32",
+    "averages_in_bf16": "lose bits on their way",
     "zeroes_infinities": "overflowed", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "along its outputs",
     "turns_w_in_g_w": "along its inputs", "turns_x_in_the_weights_gradient": "quantizes x along", "reads_what_a_part_does": "asks the check",
     "every_difference_from_the_exact_model": "noise", "everybody_says_what_one_found": "of its own", "returns_as_soon_as_it_finds": "return then",

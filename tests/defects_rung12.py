@@ -198,6 +198,8 @@ class packed_step:
     restarts_on_the_rank = _step(places=lambda mine, documents: _from_each_document(documents[:, mine]))
     crosses_documents = _step(labels=lambda t, d, c: t[:, 1:].masked_fill(~c[:, 1:], -100))
     counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
+    counts_where_both_count = _step(labels=lambda t, d, c: _labels(t, d, c & c.roll(1, 1)))
+    masks_with_0 = _step(labels=lambda t, d, c: _labels(t, d, c).clamp(min=0))
     learns_prompts = _step(labels=lambda t, d, c: _labels(t, d, torch.ones_like(c)))
     forgets_documents = _step(seen=lambda documents: None)
     cuts_documents = _step(seen=lambda documents: documents[:, ::2])
@@ -479,7 +481,7 @@ SENTENCES = {
     "adds_outputs": "divided by its own sum",
     "lablib_merges": "answers for you",
     "weighs_by_lse": "The weights are the lse themselves",
-    "the_larger_takes_all": "takes all",
+    "the_larger_takes_all": "both have a share",
     "empty_is_zero": "merged it still is",
     "half_precision": "keep fp32",
     "no_maximum": "Subtract the larger of both lse",
@@ -495,7 +497,9 @@ SENTENCES = {
     "lablib_means": "`mean` answers for you",
     "restarts_on_the_rank": "restart where a rank's part begins",
     "crosses_documents": "ends a document",
-    "counts_the_token_before": "shifted with it",
+    "counts_the_token_before": "shifted as labels are",
+    "counts_where_both_count": "It counts, though",
+    "masks_with_0": "leave it out of the loss",
     "learns_prompts": "does not count, and is learned",
     "cuts_documents": "may begin on another rank",
     "mean_of_means": "Each rank trains on its own mean",
