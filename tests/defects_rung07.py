@@ -62,6 +62,7 @@ class sketch:
         _sketch, crosses=lambda sizes, gpus_per_node: lambda axis: _leaves(_groups(sizes, axis)[0], gpus_per_node)
     )
     all_but_the_first_axis_cross = asked(_sketch, crosses=lambda sizes: lambda axis: axis != next(iter(sizes)))
+    the_axes_by_their_names = asked(_sketch, sizes=lambda sizes: dict(sorted(sizes.items())))
     only_the_first_group = lambda *case: _sketch(*case, groups=lambda sizes, axis: _groups(sizes, axis)[:1])
 
     def crossing_if_stride_times_size_does_not_divide(sizes, gpus_per_node):
@@ -139,6 +140,8 @@ class build_mesh:
     norm_over_the_replicas_too = lambda sizes: _views(sizes, norm=" ".join(_ORDER))
     loss_over_tp_too = lambda sizes: _views(sizes, loss="dp_replicate dp_shard cp tp")
     loss_of_whole_sequences_only = lambda sizes: _views(sizes, loss="dp_replicate dp_shard")
+    batch_with_tp = lambda sizes: _views(sizes, batch="dp_replicate dp_shard tp")
+    norm_without_shards = lambda sizes: _views(sizes, norm="pp tp")
     norm_of_a_stage = lambda sizes: _views(sizes, norm="dp_shard cp tp")
     norm_of_the_shards = lambda sizes: _views(sizes, norm="pp dp_shard cp")
     other_samples_for_each_cp_rank = lambda sizes: _views(sizes, batch="dp_replicate dp_shard cp")
@@ -234,6 +237,8 @@ class find_fault:
     rows_along_dp_alone = lambda job, mesh: _find(job, mesh, unseen={("down", "tp")})
     each_rank_for_itself = lambda job, mesh: _find(job, mesh, norms=False, own_group=True)
 
+    names_nothing_that_is_there = lambda job, mesh: ("the loader", {"tp"})
+
     def one_axis_where_there_are_two(job, mesh):
         found = _find(job, mesh)
         return found and (found[0], {min(found[1])})
@@ -328,6 +333,7 @@ class plan_cluster:
     half_a_node = lambda job: _first(job, tps=(4,))
 
     right = lambda job: _first(job)
+    right_degrees_as_floats = lambda job: _first(job, fits=lambda each: job.peak(**each | {"tp": 8.0}) <= job.memory)
     right_dictionary_of_a_layout = lambda job: Layout(**_first(job)).as_dict()
 
     def right_2(job):
@@ -343,15 +349,19 @@ class plan_cluster:
 
 #: What an answer must be told, by defect.
 SENTENCES = {
-    "crossing_by_the_first_group": "Look at every group of tp",
+    "crossing_by_the_first_group": "tp leaves a node, if not with its first group",
     "crossing_if_stride_times_size_does_not_divide": "one rank is in one node",
-    "without_the_idea_fastest_first": "The sizes are right and the order is not",
-    "without_the_idea_stages_in_the_node": "The sizes are right and the order is not",
+    "without_the_idea_fastest_first": "As many ranks as should be, and other ones",
+    "without_the_idea_stages_in_the_node": "As many ranks as should be, and other ones",
     "without_the_idea_sums_over_all_ranks": "The norm counts 2 replicas",
     "norm_over_the_replicas_too": "The norm counts 2 replicas",
     "loss_over_tp_too": "The loss is counted 2 times",
     "loss_of_whole_sequences_only": "lacks tokens",
     "norm_of_a_stage": "clips by a number of its own",
+    "the_axes_by_their_names": "if the axes are read from the last",
+    "batch_with_tp": "The groups are of another size",
+    "norm_without_shards": "The norm lacks parts",
+    "names_nothing_that_is_there": "Return None for a healthy job",
     "norm_of_the_shards": "The norm lacks parts",
     "other_samples_for_each_cp_rank": "reads a part of the same samples",
     "same_samples_for_the_shards": "FSDP is data parallelism",
@@ -375,8 +385,8 @@ SENTENCES = {
     "rows_along_dp_alone": "the axes are not dp",
     "each_rank_for_itself": "You find nothing in a job",
     "one_axis_where_there_are_two": "the axes are not dp",
-    "without_the_idea_asks_the_planner": "The answer asks the planner",
-    "without_the_idea_scores_them_all": "time one layout after the other",
+    "without_the_idea_asks_the_planner": "of the planner's search and clock",
+    "without_the_idea_scores_them_all": "`challenge.score`",
     "without_the_idea_reads_the_case": "This asks the check",
     "factors_that_do_not_multiply": "ranks, but there are gpus=16384",
     "one_chunk_a_rank": "leave the pipeline idle",

@@ -45,6 +45,8 @@ from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
 __all__ = ["Cluster", "Job", "build_mesh", "find_fault", "plan_cluster", "sketch"]
 
 Sizes = dict[str, int]
+#: Draws a case anew in each call, which no list of answers has.
+_NEW = random.SystemRandom()
 
 
 def _mesh(sizes: Sizes, gpus_per_node: int = 8) -> Mesh:
@@ -93,27 +95,24 @@ def sketch(answer: Callable[[Sizes, int], Mapping[str, object]], seed: int = 77)
     # that fills half of its node: "stride times size divides the node" is no rule for these.
     cases += [({"tp": 3, "dp": 4}, 4), ({"dp": 8, "cp": 1, "pp": 2}, 6), ({"tp": 3, "dp": 1}, 8)]
     cases += [({"tp": 8, "pp": 4, "dp": 2}, 8), ({"tp": 8, "dp": 16, "pp": 8}, 8)]
-    cases += [(_draw(dice), dice.choice((2, 4, 6, 8))) for _ in range(12)]
+    cases += [(_draw(each), each.choice((2, 4, 6, 8))) for each in (*[dice] * 9, *[_NEW] * 3)]
     for sizes, gpus_per_node in cases:
         _judge_sketch(_of(answer, dict(sizes), gpus_per_node, sizes=sizes), sizes, gpus_per_node)
     if any(name.startswith("lablib.") for name in getattr(answer, "called", ())):
-        raise Wrong(
-            "These are lablib's groups. A rank's coordinates are the digits of its number: compare those of all ranks."
-        )
+        raise Wrong("These are lablib's groups. A rank's coordinates are the digits of its number: compare those.")
     return f"{len(cases)} layouts by their groups; the 8-GPU sketch in one node, in two, and in four."
 
 
 def _judge_sketch(got: object, sizes: Sizes, gpus_per_node: int) -> None:
     found, case = _mesh(sizes, gpus_per_node), f"{_shown(sizes)} in nodes of {gpus_per_node}"
-    if not isinstance(got, Mapping) or set(got) != {"groups", "crossing"}:
-        raise Wrong("Return a dictionary with the keys groups and crossing.")
-    groups, crossing = got["groups"], got["crossing"]
+    groups, crossing = map(by_name(got, "groups", "crossing").__getitem__, ("groups", "crossing"))
     if not isinstance(groups, Mapping) or set(groups) != set(sizes):
         raise Wrong(f"`groups` is a dictionary with a list of groups for each of {', '.join(sizes)}.")
     for axis in sizes:
         _judge_groups(groups[axis], axis, found, sizes, case)
-    otherwise = f"`crossing` names axes: of {', '.join(sizes)} those with a group that leaves a node."
-    named = chosen(crossing, sizes, otherwise)
+    named = chosen(
+        crossing, sizes, f"`crossing` names axes: of {', '.join(sizes)} those with a group that leaves a node."
+    )
     for axis in sizes:
         if (axis in named) != found.crosses(axis):
             _explain_crossing(axis, found, case)
@@ -132,9 +131,10 @@ def _judge_groups(given: object, axis: str, found: Mesh, sizes: Sizes, case: str
         (f"A group of {axis} has {size} ranks, not {''.join(map(str, other[:1]))}: the ranks that agree in every other "
          "coordinate", len(members) == len(set(members)) and other),
         (f"Each of the {found.ranks} ranks is in exactly one group of {axis}", sorted(members) != list(range(found.ranks))),
-        ("The order is reversed: the first axis has neighbouring ranks", got == sorted(turned.groups(axis))),
-        (f"The group of {axis} with rank 0 is {some(right[0])}: ranks {found.strides[axis]} apart, since that many lie between "
-         f"neighbours along {axis}", True),
+        (f"So it is for {axis} if the axes are read from the last to the first: the first has neighbouring ranks",
+         got == sorted(turned.groups(axis))),
+        (lambda: f"A group of {axis} is {some(next(group for group in right if group not in got))}: ranks that agree in every "
+         f"other coordinate, {found.strides[axis]} from one to the next", True),
     )  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def _explain_crossing(axis: str, found: Mesh, case: str) -> NoReturn:
     )
     first = next(group for group in found.groups(axis) if len(found.nodes_of(group)) > 1)
     a, b = next((a, b) for a, b in pairwise(first) if found.node(a) != found.node(b))
-    look = f"Look at every group of {axis}, not only the first" if first[0] else f"{axis} leaves a node"
-    raise Wrong(f"{look}: ranks {a} and {b} are in one group and in two nodes ({case}).")
+    where = ", if not with its first group" if first[0] else ""
+    raise Wrong(f"{axis} leaves a node{where}: ranks {a} and {b} are in one group and in two nodes ({case}).")
 
 
 # --- the mesh of a job --------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ _ORDER, _WIDTH = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), 8
 _MESHES = ("pp", "tp", "cp", "batch", "hsdp", "loss", "norm")
 
 
-def _on_meshes(answer: Callable) -> list[dict[str, Any]]:
+def _on_meshes(answer: Callable, jobs: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     found, of_all = [], [None] * 8
-    for job in _JOBS:
+    for job in jobs:
         found.append(_step_on(answer, dict(zip(_ORDER, job, strict=True))))
         sums = found[-1].get("loss") or 1.0, found[-1].get("squares", 0.0)
         dist.all_gather_object(of_all, max(sums) < 1.001 and min(sums) > 0.999)
@@ -207,9 +207,10 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
     )
     try:
         fully_shard(mine, mesh=meshes["hsdp"])
-    except RuntimeError:
+    except RuntimeError as error:
         raise Wrong(
-            "FSDP2 shards what tp has split: `hsdp` and `tp` are to be slices of one mesh, or of one world."
+            "FSDP2 shards what tp has split, for which `hsdp` and `tp` are to be slices of one mesh, or of one world; here "
+            f"it stopped with: {str(error).splitlines()[0][:150]}."
         ) from None
     place, part = meshes["batch"].get_local_rank(), meshes["cp"].get_local_rank()
     here, target = (t[place :: meshes["batch"].size()].chunk(sizes["cp"], 1)[part] for t in (x, y))
@@ -236,8 +237,9 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
     total, squares = loss.detach() / y.numel(), sum(own.grad.to_local().square().sum() for own in mine.parameters())
     dist.all_reduce(total, group=meshes["loss"].get_group())
     dist.all_reduce(squares, group=meshes["norm"].get_group())
-    length = sum(one.grad.square().sum() for one in whole_model.parameters())
-    return {"loss": (total / alone).item() if stage == last else None, "squares": (squares / length).item()}
+    own, length = (sum(one.grad.square().sum() for one in of.parameters()) for of in (whole_model[stage], whole_model))
+    loss = (total / alone).item() if stage == last else None
+    return {"loss": loss, "squares": (squares / length).item(), "stage": (own / length).item()}
 
 
 @check(
@@ -249,16 +251,18 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
     kind="work",
 )
 def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
-    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for four jobs."""
-    results = on_ranks(_on_meshes, 8, answer, patience=60.0)
-    for shape, by_rank in zip(_JOBS, zip(*results, strict=True), strict=False):
+    """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for five jobs."""
+    four, two = _NEW.sample(range(5), 2)
+    jobs = [*_JOBS, tuple({four: 4, two: 2}.get(axis, 1) for axis in range(5))]
+    results = on_ranks(_on_meshes, 8, answer, jobs, patience=60.0)
+    for shape, by_rank in zip(jobs, zip(*results, strict=True), strict=False):
         sizes = dict(zip(_ORDER, shape, strict=True))
         for rank, got in enumerate(by_rank):
             case = f"rank {rank} of {_shown(sizes)}"
             if "wrong" in got:
                 _judge_mesh(*got["wrong"], sizes, _shown(sizes))
-            _judge_sums(got["loss"], got["squares"], sizes, case)
-    return f"{len(_JOBS)} jobs of eight ranks: tp among neighbours, stages far apart; gradients, loss and norm of one process."
+            _judge_sums(**got, sizes=sizes, case=case)
+    return f"{len(jobs)} jobs of eight ranks: tp among neighbours, stages far apart; gradients, loss and norm of one process."
 
 
 def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, case: str) -> NoReturn:
@@ -269,31 +273,34 @@ def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, ca
     if isinstance(got, int):
         raise Wrong(f"`{name}` has {got} axes, and is to have one process group: `_flatten` makes one axis of a slice.")
 
-    def flat(ranks: list) -> list[int]:
-        return sorted(torch.tensor(ranks).flatten().tolist())
+    case, given = f"`{name}` has {got}, and should have {right}, {case}", torch.tensor(got)
+    ranks, members = (torch.tensor(each).flatten().tolist() for each in (got, right))
+    folded, found = sizes["cp"] > 1, _mesh(dict(reversed(sizes.items())))
 
-    case = f"`{name}` has {got}, and should have {right}, {case}"
-    folded, depth = sizes["cp"] > 1, torch.tensor(got).ndim
+    def over(*axes: str) -> bool:  # whether these are what a rank of the right group has over some axes
+        return any(sorted(ranks) == found.group(rank, *axes) for rank in members)
+
     refuse(
         case,
         ("`fully_shard` shards over the last axis of its mesh and replicates over the first: `hsdp` has two, and one alone would "
-         "shard over the replicas as well, or forget them", name == "hsdp" and depth != 2),
+         "shard over the replicas as well, or forget them", name == "hsdp" and given.ndim != 2),
         ("Ranks of a cp group hold the same weights and see other tokens: they belong to the mesh that averages gradients, "
-         "folded into its shards", name == "hsdp" and folded and (len(flat(got)) < len(flat(right)) or len(right) < len(got) != len(right[0]))),
+         "folded into its shards", name == "hsdp" and folded and (over("dp_replicate", "dp_shard") or (
+             sorted(ranks) == sorted(members) and len(right) < len(got) != len(right[0])))),
         ("Each cp rank reads a part of the same samples: `batch` counts who reads other samples, replicas and shards",
-         name == "batch" and folded and len(got) > len(right)),
+         name == "batch" and folded and over("dp_replicate", "dp_shard", "cp")),
         ("Who shards reads other samples too: FSDP is data parallelism, so `batch` has replicas times shards",
-         name == "batch" and len(got) < len(right)),
-        ("The groups are of another size than this axis", len(flat(got)) != len(flat(right))),
+         name == "batch" and over("dp_replicate")),
+        ("The groups are of another size than this axis", len(ranks) != len(members)),
         ("Shards and replicas are exchanged: weights are gathered in every layer and belong on the near link, and replicas "
-         "average once a step", name == "hsdp" and flat(got) == flat(right)),
-        ("The sizes are right and the order is not: PyTorch's first axis is the slowest, and what talks most, tp, wants "
+         "average once a step", lambda: name == "hsdp" and given.T.tolist() == right),
+        ("As many ranks as should be, and other ones: PyTorch's first axis is the slowest, and what talks most, tp, wants "
          "neighbours; from there come cp, shards, replicas, and stages outermost", True),
     )  # fmt: skip
 
 
-def _judge_sums(loss: float | None, squares: float, sizes: Sizes, case: str) -> None:
-    copies, t, p = sizes["dp_replicate"], sizes["tp"], sizes["pp"]
+def _judge_sums(loss: float | None, squares: float, stage: float, sizes: Sizes, case: str) -> None:
+    copies, t = sizes["dp_replicate"], sizes["tp"]
     case = f"{case}, {loss or 1:.3g} times the loss and {squares**0.5:.3g} times the norm of one process"
     off = loss is not None and not close(loss, 1.0, rel=1e-4)
     refuse(
@@ -305,8 +312,8 @@ def _judge_sums(loss: float | None, squares: float, sizes: Sizes, case: str) -> 
         (f"The norm counts {copies} replicas, which hold the same gradients after the average: squares are summed over parts and "
          "not over copies", copies > 1 and close(squares, copies, rel=1e-4)),
         ("Stages hold other layers, so their squares belong to the norm: without them each stage clips by a number of its own",
-         p > 1 and squares < 0.999),
-        ("The norm lacks parts: a matrix is cut over tp and over the shards, so its squares lie on both", squares < 0.999),
+         squares < 0.999 and close(squares, stage, rel=1e-4)),
+        ("The norm lacks parts: a matrix is cut over tp and over the shards, and each stage has its own", squares < 0.999),
         ("The norm counts some values more than once", squares > 1.001),
     )  # fmt: skip
 
@@ -314,19 +321,8 @@ def _judge_sums(loss: float | None, squares: float, sizes: Sizes, case: str) -> 
 # --- a fault that nobody announced --------------------------------------------------------------------------
 
 _PLACES = tuple(f"{stage}.{part}" for stage in (0, 1) for part in ("scale", "up", "down"))
-_KINDS = (
-    "",
-    "loader tp",
-    "loader dp",
-    "loader pp",
-    "own",
-    "wrong axis",
-    "scale",
-    "embed",
-    "norm tp",
-    "norm dp",
-    "norm pp",
-)
+_LOADERS, _NORMS = (tuple(f"{what} {axis}" for axis in ("tp", "dp", "pp")) for what in ("loader", "norm"))
+_KINDS = ("", *_LOADERS, "own", "wrong axis", "scale", "embed", *_NORMS)
 
 
 class Job(Sealed):
@@ -440,13 +436,16 @@ def _its_mesh() -> tuple[DeviceMesh]:
     kind="fault",
 )
 def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
-    """Judge `find_fault(job, mesh)`: None, or what is wrong first and over which axes, on eight ranks for fifteen jobs."""
+    """Judge `find_fault(job, mesh)`: None, or what is wrong first and over which axes, on eight ranks for seventeen jobs."""
     dice, jobs = random.Random(seed), {}
     while len(jobs) < len(_KINDS) + 4:  # two are healthy; an average is missing, and wrong, in each part
         job = Job(dice.randrange(10**6))
         kind, where, _ = _drawn(job._seed)
         kind += where[1:] * (kind in ("own", "wrong axis"))
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
+    while len(jobs) < len(_KINDS) + 6:  # two more with a fault, which nobody has seen
+        job = Job(_NEW.randrange(10**9))
+        jobs.setdefault("new " * bool(kind := _drawn(job._seed)[0]) + kind, job)
     found = ask_ranks(answer, 8, list(jobs.values()), more=_its_mesh, patience=60.0)
     for job, by_rank in zip(jobs.values(), found, strict=True):
         _judge_job(agreed([_said(each) for each in by_rank]), *_drawn(job._seed))
@@ -464,7 +463,8 @@ def _said(given: Any) -> tuple[str, frozenset[str]] | None:
         'Return None for a healthy job, or (what, axes): "samples", a parameter\'s name or "norm", and a set of axes.'
     )
     what, axes = pair(given, told, "what", "axes")
-    return str(what), frozenset(chosen(axes, ("pp", "dp", "tp"), told))
+    (what,) = chosen(str(what), ("samples", *_PLACES, "embed", "norm"), told)
+    return what, frozenset(chosen(axes, ("pp", "dp", "tp"), told))
 
 
 def _judge_job(said: tuple[str, frozenset[str]] | None, kind: str, where: str, axes: frozenset[str]) -> None:
@@ -491,9 +491,9 @@ def _judge_job(said: tuple[str, frozenset[str]] | None, kind: str, where: str, a
 
 #: Times the planner's first choice that a layout may take: behind by twice what such comparisons are wrong by.
 SLOWEST = 1 + 2 * APART
-_ROWS = ("175B on 64, selective", "530B on 280, selective"), ("310.1B on 1920", "1008B on 512, selective")
-#: What predicts a time or searches; of the planner an answer may take a `Layout` and `divisors`.
-_SEARCHES = r"lablib\.(cli|calc\.layouts\.(challenge\.(plan_case|score)|export|guides\.choose|planner(?!.*\.(Layout\.|__post_init__$|divisors$))))"
+_ROWS = ("175B on 64, selective", "530B on 280, selective", "1008B on 512, selective")
+#: What predicts a time or searches; of the planner an answer may take layouts, their memory and `divisors`.
+_SEARCHES = r"lablib\.(cli|calc\.layouts\.(challenge\.(plan_case|score)|export|guides\.choose|planner\.(?!layout|peak|memory|.*\.(__post_init__|divisors)$)))"
 
 
 class Cluster(Sealed):
@@ -517,18 +517,20 @@ class Cluster(Sealed):
     def peak(self, **fields: int | str) -> float:
         """Return bytes of the fullest GPU at its fullest instant; infinite if there can be no such layout."""
         try:
-            return case_peak(Layout(**fields), self._case).total
-        except ValueError:
+            return case_peak(Layout(**_fields(fields, "peak")), self._case).total
+        except (ValueError, Wrong):
             return float("inf")
 
 
 def _clusters(seed: int) -> list[Case]:
-    """Return a published job, and others with more GPUs or a larger batch than anybody's."""
+    """Return a published job, and others with more GPUs or another batch than anybody's, of which the last is new."""
     dice, rows = random.Random(seed), {run.name: run for run in MEASURED_RUNS}
     found = [CASES["llama-405b"]]
-    for name in (*_ROWS[0], dice.choice(_ROWS[1])):
-        run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2))
-        run = replace(run, gpus=more * run.gpus, global_batch=batch * run.global_batch)
+    for name in _ROWS:
+        run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
+        if name == _ROWS[-1]:
+            more, batch = _NEW.choice((2, 3, 4, 5, 6)), 32 * _NEW.randint(9, 64)
+        run = replace(run, gpus=more * run.gpus, global_batch=batch)
         found.append(Case(f"{name.split()[0]} on {run.gpus:,} {run.gpu}, batch {run.global_batch:,}", run, ""))
     return found
 
@@ -545,10 +547,10 @@ def plan_cluster(answer: Callable[[Cluster], Mapping[str, int | str]], seed: int
     for case in _clusters(seed):
         name = case.name
         judged = score(_fields(answer(Cluster(case)), name), case)
-        if any(re.match(_SEARCHES, name) for name in getattr(answer, "called", ())):
+        if asked := next((one for one in getattr(answer, "called", ()) if re.match(_SEARCHES, one)), ""):
             raise Wrong(
-                "The answer asks the planner, or lets it time one layout after the other. Try layouts beside it, and write "
-                "down your reason: what fits, and what a layout loses against one without a bubble that computes nothing twice."
+                f"The answer calls `{asked.removeprefix('lablib.calc.layouts.')}`, of the planner's search and clock. Write down "
+                "your own reason: what fits, and what a layout loses against one without a bubble that computes nothing twice."
             )
         if not judged.runs:
             raise Wrong(f"{name}: {judged.sentences[0]}")
@@ -560,11 +562,10 @@ def plan_cluster(answer: Callable[[Cluster], Mapping[str, int | str]], seed: int
     return f"Points of 100, the planner's first choice having 100. {'; '.join(done)}."
 
 
-def _fields(given: object, name: str) -> Layout | dict[str, int | str]:
-    if isinstance(given, Layout):
-        return given
+def _fields(given: object, name: str) -> dict[str, int | str]:
+    given = given.as_dict() if isinstance(given, Layout) else given
     if not isinstance(given, Mapping):
-        raise Wrong(f"{name}: return a dictionary of fields such as tp, pp, dp and zero, not {given!r}.")
+        raise Wrong(f"{name}: return a dictionary of fields such as tp, pp, dp and zero, not {str(given)[:60]!r}.")
     return {
         # etp is None where experts are not folded, so that a Layout's own dictionary has one.
         key: value if value is None or isinstance(value, str | bool) else whole(value, f"{name}: {key}")
