@@ -9,6 +9,7 @@ import random
 import shutil
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -420,6 +421,9 @@ class diagnose:
     cuts_to_the_norm_itself = _as(tiny=0.0)
     never_looks_at_samples = _as(looks=("forward", "backward", "clip", "rate", "update"))
     never_looks_at_the_rate = _as(looks=("read", "forward", "backward", "clip", "update"))
+    _fixed = frozenset(rung11.TrainingRun(number).seed for number in rung11._runs(1996))
+    knows_the_fixed_runs = lambda run: _diagnosed(run) if run.seed in diagnose._fixed else None
+    accuses_the_first_part = told(_diagnosed, lambda found: found and (1, "read", [0]))
     keeps_it_to_itself = _as(exchange=False, ranks_of=lambda where: [dist.get_rank()])
 
     def compares_ranks(run):
@@ -537,6 +541,11 @@ class observe_scaling:
         right = _observed(alone, ranks, "weak")["lost"]
         return {**found, "lost": right, "limit": max(right, key=right.get)}
 
+    def knows_the_fixed_timelines(*case, seen={}):  # noqa: B006
+        if not seen:
+            rung11.observe_scaling.__wrapped__(lambda *each: seen.setdefault(str(each), _observed(*each)))
+        return seen.get(str(case))
+
     names_the_smallest = lambda *case: _observed(*case, limit=min)
 
     # The part that is farthest from its ideal, to whichever side.
@@ -579,7 +588,8 @@ class observe_scaling:
         lost["communication"] = sorted(rank["communication"] for rank in ranks)[0]
         lost["imbalance"] = step - each["data"] - each["compute"] - lost["communication"]
         limit = sorted(lost, key=lambda name: -lost[name])[0]
-        return {"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit}
+        lost = MappingProxyType(lost)
+        return MappingProxyType({"speedup": speed, "efficiency": speed / n, "lost": lost, "limit": limit})
 
     def right_in_arrays(alone, ranks, scaling):
         """Third solution: a row a rank, a column a phase."""
@@ -632,6 +642,8 @@ class audit_mfu:
     of_one_gpu = asked(_audit, report=lambda report: report | {"gpus": 1})
     forward_alone = told(_audit, lambda found: (found[0] / 3, found[1]))
     believes_every_report = told(_audit, lambda found: (found[0], "honest"))
+    _fixed = tuple(report for _, report in rung11._mfu_reports())
+    knows_the_fixed_reports = lambda report: _audit(report) if report in audit_mfu._fixed else (report["mfu"], "honest")
     suspects_every_report = told(_audit, lambda found: (found[0], "sparse peak" if found[1] == "honest" else found[1]))
     asks_the_check = lambda report: next((_audit(report)[0], n) for n, job in rung11._mfu_reports() if job == report)
     never_looks_at_padding = told(
@@ -682,8 +694,8 @@ SENTENCES = {
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "plus 1e-6",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
-    "without_the_idea_only_the_losses": "wrong already", "everything_is_well": "You find nothing",
-    "to_the_last_bit": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
+    "without_the_idea_only_the_losses": "a part before that", "everything_is_well": "You find nothing",
+    "to_the_last_bit": "healthy run is accused", "accuses_the_first_part": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
     "keeps_it_to_itself": "Ranks say different things",
     "the_pairs_that_a_mask_leaves": "which counts all pairs", "names_a_gain": "limits nothing",
     "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",

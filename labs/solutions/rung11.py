@@ -68,7 +68,7 @@ def keep_training(task, folder):
 
 
 def diagnose(run):
-    """A twin of one process takes the same steps; the first thing that differs is the fault."""
+    """A twin of one process takes the same steps; the first thing that differs is where it shows."""
     import torch
     import torch.distributed as dist
 
