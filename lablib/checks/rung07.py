@@ -71,10 +71,8 @@ def _of(answer: Callable[..., object], *given: object, sizes: Sizes) -> object:
     try:
         return answer(*given)
     except KeyError as error:
-        if error.args[0] in {"tp", "cp", "dp", "pp"} - set(sizes):
-            raise Wrong(
-                f"`sizes` has the axes of this mesh only, here {', '.join(sizes)}: go through its keys."
-            ) from None
+        if set(map(str, error.args)) & ({"tp", "cp", "dp", "pp"} - set(sizes)):
+            raise Wrong(f"`sizes` has this mesh's axes alone, here {', '.join(sizes)}: go through its keys.") from None
         raise
 
 
@@ -529,7 +527,8 @@ def _clusters(seed: int) -> list[Case]:
     for name in _ROWS:
         run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
         if name == _ROWS[-1]:
-            more, batch = _NEW.choice((2, 3, 4, 5, 6)), 32 * _NEW.randint(9, 64)
+            more = batch = _NEW.randint(2, 8)
+            batch *= 64 * _NEW.randint(2, 16)  # so that chunks are possible in 16 stages
         run = replace(run, gpus=more * run.gpus, global_batch=batch)
         found.append(Case(f"{name.split()[0]} on {run.gpus:,} {run.gpu}, batch {run.global_batch:,}", run, ""))
     return found
