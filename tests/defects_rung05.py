@@ -3,6 +3,7 @@
 # ruff: noqa: E731
 
 import contextlib
+import enum
 import functools
 import math
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.parallel import least_sent, zero_choices, zero_sent_bytes
+from lablib.checks import rung05
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import asked, listed, told
 
@@ -49,6 +51,7 @@ class zero2_step:
     uphill = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m, -lr)
     no_all_gather = lambda w, g, m, lr: _mine(w).sub_(lr * m.mul_(0.9).add_(_mean_shard(g, m)))
     old_momentum_undamped = lambda w, g, m, lr: all_gather(w, _mine(w) - lr * m.add_(_mean_shard(g, m)))
+    rank_0_alone_updates = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m, lr * (dist.get_rank() == 0))
     damps_twice = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m.mul_(0.9), lr)
 
     def all_reduce_then_cut(weights, gradient, momentum, lr):
@@ -422,6 +425,8 @@ class train:
     forgets_the_first_micro_batches = _trains(before=lambda optimizer: optimizer.zero_grad(), sync=lambda *_: True)
 
     gradients_of_earlier_steps_too = _trains(after=lambda optimizer: None)
+    forgets_its_moments = _trains(after=lambda optimizer: optimizer.zero_grad() or optimizer.state.clear())
+    logs_its_loss = _trains(stage=lambda _: 3, part=lambda loss, m: dist.all_reduce(loss.detach() * 1) or loss / m)
     reduces_nothing = _trains(sync=lambda last, stage: stage > 1)
 
     def without_the_idea_constants(*job):
@@ -447,10 +452,10 @@ class train:
         _train(model, [[torch.cat(batches)] for batches in steps], loss_of, adamw, budget)
 
     def right(model, steps, loss_of, adamw, budget):
-        """Second solution: no root, each block is told by itself, and gathers what stays before the first forward."""
+        """Second solution: no root; each block is told by itself, gathers what stays before the first forward; the last stays."""
         size, n = sum(p.numel() * p.element_size() for p in model.parameters()), dist.get_world_size()
         whole_weights, whole_gradients = budget > size * (1 + 4 / n), budget > size * (2 + 3 / n)
-        blocks = [fully_shard(block, reshard_after_forward=not whole_weights) for block in model]
+        blocks = [fully_shard(b, reshard_after_forward=not (whole_weights or b is model[-1])) for b in model]
         optimizer = adamw([p for block in blocks for p in block.parameters()])
         for batches in steps:
             for block in blocks if whole_weights else ():
@@ -545,6 +550,7 @@ class find_bad_shard:
     false_for_healthy = lambda job: _find(job) or False
     nothing_is_ever_wrong = lambda job: None
     in_own_words = lambda job: (found := _find(job)) and (*found[:2], "communication")
+    names_with_the_module = lambda job: (found := _find(job)) and (found[0], f"module.{found[1]}", found[2])
     without_the_idea_a_guess = lambda job: (1, "2.weight", "update")
 
     def asks_the_model(job):
@@ -593,7 +599,7 @@ class find_bad_shard:
                         for at in off.nonzero().flatten():
                             owner = int(at) // flats[k].width
                             if (owner == who) == (part == "update"):
-                                return [owner, names[k], part]
+                                return [owner, names[k], enum.Enum("Part", {"it": part}, type=str).it]
         return None
 
     right_2 = lambda job: _find(job, same=lambda a, b: (a - b).norm() < 1e-8 * (1 + b.norm()))
@@ -631,7 +637,11 @@ def _other(**how):
     return lambda *job: _tradeoffs(*job, **how)
 
 
+_SEEN = {case: _tradeoffs(*case) for case in (*rung05._BY_HAND, *rung05._drawn(55))}
+
+
 class zero_tradeoffs:
+    without_the_idea_a_table = lambda *job: _SEEN.get(job) or _SEEN[rung05._BY_HAND[0]]
     without_the_idea_lowest_that_fits = _other(choose=lambda sent, held: min(sent, default=None))
 
     def without_the_idea_lablib_s_own_answer(*job):
@@ -662,6 +672,7 @@ class zero_tradeoffs:
     four_byte_elements = _other(unit=lambda p, n: 4 * p * (n - 1) / n)
     sends_to_itself = _other(unit=lambda p, n: 2 * p)
     gradients_in_fp32 = _other(each=(2, 4, 12))
+    weights_left_out = _other(each=(0, 2, 12))
     no_master_weights = _other(each=(2, 2, 8))
     stage_2_without_optimizer = _other(each=(2, 2, 0))
     fractions_of_a_parameter = _other(shard=lambda p, n: p / n)
@@ -749,11 +760,11 @@ class zero_tradeoffs:
         return {"held": held, "micro_batches": counts, "sent": sent, "best": order[0][1] if order else None}
 
     def right_4(params, ranks, sequences, activations, budget):
-        """Fifth solution: a tensor for each number, and NaN for what there is not."""
+        """Fifth solution: a tensor for each number, NaN for what there is not, and no names, in the task's order."""
         found = _tradeoffs(params, ranks, sequences, activations, budget)
         for key in ("micro_batches", "sent"):
             found[key] = [torch.tensor(math.nan if v is None else v, dtype=torch.float64) for v in found[key]]
-        return found | {"best": torch.tensor(math.nan if found["best"] is None else found["best"])}
+        return *list(found.values())[:3], torch.tensor(math.nan if found["best"] is None else found["best"])
 
 
 #: What the sentence about a mistake must say.
@@ -777,26 +788,27 @@ SENTENCES = {
     "without_the_idea_ranks_beside_each_other": "all ranks hold the same weights",
     "without_the_idea_weights_at_the_end": "accused of the wrong part",
     "gradients_not_looked_at": "accused of the wrong part",
-    "own_pieces_only": "do not hold the same weights",
     "to_the_last_bit": "healthy job is called sick",
     "nothing_is_ever_wrong": "passes for healthy",
     "each_rank_for_itself": "let them tell each other",
     "whoever_sees_it": "not the one that sees it",
     "one_step": "passes for healthy",
-    "last_difference": "in the first step that differs",
     "alone_without_clipping": "its clipping",
     "false_for_healthy": "or None for a healthy job",
     "without_the_idea_lablib_s_terms": "in your own lines",
     "gradients_of_earlier_steps_too": "set them to zero",
+    "forgets_its_moments": "made anew",
+    "logs_its_loss": "reduce them once",
     "reduces_nothing": "No gradient is ever reduced",
     "without_the_idea_a_guess": "",
+    "names_with_the_module": "names are those in",
     "in_own_words": "no part of the step",
     "damps_twice": "what `momenta` have by then",
     "no_all_gather": "of the new weights is missing",
     "goes_back_with_weights_that_it_kept": "the next `dy` is the gradient of the input",
     "returns_parts_of_gradients_that_it_kept": "not what `scatter` gave",
     "stage_2_all_reduces_gradients": "half of an all-reduce is enough",
-    "moves_by_the_old_momentum": "update the momentum first",
+    "moves_by_the_old_momentum": "the momentum that has its own gradient",
     "learning_rate_in_the_momentum": "has the learning rate in it",
     "plain_ddp_with_all_of_the_momentum": "is data parallelism and not stage 2",
     "its_shard_of_momentum_kept_elsewhere": "a momentum that is kept elsewhere",
@@ -826,8 +838,10 @@ SENTENCES = {
     "four_byte_gradients_sent": "Gradients are sent in 16 bits",
     "four_byte_elements": "2 bytes here, not 4",
     "gradients_in_fp32": "16 bits",
+    "weights_left_out": "The weights are missing",
     "ranks_forgotten": "those of all ranks",
     "states_forgotten": "The states take their part",
+    "rank_0_alone_updates": "[1] are not where they should be",
     "shards_in_reverse": "rank r must update shard r",
     "polls_for_the_layer": "has no end",
     "accumulation_is_free": "Accumulation is not free",

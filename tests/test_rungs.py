@@ -31,7 +31,7 @@ def test_a_check_says_its_seed_and_what_it_drew(capsys):
     rung01.run_memory(defects_rung01.run_memory.right, 7)
     printed = capsys.readouterr().out
     assert "drawing cases with seed 7" in printed
-    assert printed.count("layers, hidden") == 8
+    assert printed.count("layers, hidden") == 9
 
 
 @pytest.mark.parametrize("optimizer", rung01.RUN_OPTIMIZERS)
@@ -88,10 +88,10 @@ def test_the_exercise_counts_as_the_recipes_do(name, weights, gradients, master,
     ],
 )
 def test_the_first_step_of_zero_2_is_explained(moved, said):
-    gradients, start = rung05._gradients(2, 4), torch.arange(4, dtype=torch.float64) / 4
+    gradients, start = rung05._gradients(2, 4, 1), torch.arange(4, dtype=torch.float64) / 4
     mean = gradients[0].mean(0)
     with pytest.raises(Wrong, match=said):
-        rung05._explain_step(start - moved(mean, rung05._LR), start, start - rung05._LR * mean, gradients)
+        rung05._explain_step(start - moved(mean, 0.125), start, start - 0.125 * mean, gradients, 0.125)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 7])  # each draws a job in which stages 2 and 3 send the same

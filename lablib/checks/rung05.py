@@ -37,25 +37,25 @@ __all__ = ["Job", "find_bad_shard", "jobs", "train", "zero2_step", "zero3_step",
 
 # --- a ZeRO-2 step ------------------------------------------------------------------------------------------
 
-_STEPS, _LR = 3, 0.125
+_STEPS, _NEW = 3, random.SystemRandom()  # some of what is asked is drawn in each call: no table has it
 #: What multiplies the shard of momentum between steps. Who keeps all of the momentum elsewhere does not notice.
 _BETWEEN = -2.0
 
 
-def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...]) -> dict[str, Any]:
-    """Run the answer on this rank; the gradients of step s depend on rank and step, and anybody can compute them."""
+def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...], lr: float, seed: int) -> dict[str, Any]:
+    """Run the answer on this rank; the gradients depend on rank, step and seed, and anybody can compute them."""
     n, rank = dist.get_world_size(), dist.get_rank()
     size, memory = n * sum(widths), torch.empty(n * max(widths), dtype=torch.float64)
     weights = _buckets(torch.arange(size, dtype=torch.float64) / size, n, widths)
     momenta = [torch.zeros(width, dtype=torch.float64) for width in widths]
-    sent, calls, steps, kept, over = [], set(), [], [], False
-    given = {bucket.data_ptr() for bucket in weights}
+    sent, all_reduced, steps, kept, over = [], False, [], [], False
+    given, kinds = {bucket.data_ptr() for bucket in weights}, _kinds(weights, momenta)
 
     def look() -> tuple[int, float]:  # a bucket that is made anew is no gradient
         return live.live - sum(w.nbytes for w in weights if w.data_ptr() not in given), log.ring_bytes_sent()
 
     for step in range(_STEPS):
-        gradients = _buckets(_gradients(n, size)[step, rank], n, widths)
+        gradients = _buckets(_gradients(n, size, seed)[step, rank], n, widths)
         moments = []
 
         def backward(gradients: list[torch.Tensor] = gradients, moments: list[tuple] = moments) -> Iterator[tuple]:
@@ -68,18 +68,24 @@ def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...]) -> dict[st
                 moments.append(look())
 
         with record_comms() as log, LiveBytes() as live:
-            answer(weights, backward, momenta, _LR)
+            answer(weights, backward, momenta, lr)
+        if _kinds(weights, momenta) != kinds:
+            raise Wrong("`weights` and `momenta` are lists of float64 tensors, whose number and lengths stay.")
         for i, (now, left) in enumerate(moments):  # of i buckets all but two have left by then
             # Beside gradients a rank may have a copy of its pieces of the weights.
             over |= now > 8 * (sum(widths) + sum(widths[len(widths) - i :]) + 2 * n * max(widths))
             over |= left < 0.999 * 8 * (n - 1) * sum(widths[len(widths) - i + 2 :] if i > 2 else ())
         sent.append(log.ring_bytes_sent())
-        calls |= set(log.calls)
+        all_reduced |= log.bytes["all_reduce"] > 4 * size  # half of the gradients
         steps.append(torch.cat([bucket.view(n, -1) for bucket in weights], 1).flatten())
         kept.append(torch.cat(momenta))
         for momentum in momenta:
             momentum *= _BETWEEN
-    return {"weights": steps, "momentum": kept, "sent": sent, "calls": calls, "over": over}
+    return {"weights": steps, "momentum": kept, "sent": sent, "all_reduced": all_reduced, "over": over}
+
+
+def _kinds(*lists: list[Any]) -> list[list[tuple]]:
+    return [[(getattr(tensor, "shape", None), getattr(tensor, "dtype", None)) for tensor in each] for each in lists]
 
 
 def _buckets(flat: torch.Tensor, ranks: int, widths: tuple[int, ...]) -> list[torch.Tensor]:
@@ -87,20 +93,20 @@ def _buckets(flat: torch.Tensor, ranks: int, widths: tuple[int, ...]) -> list[to
     return [part.flatten().clone() for part in flat.view(ranks, -1).split(widths, 1)]
 
 
-def _gradients(ranks: int, size: int) -> torch.Tensor:
-    """Return gradients of shape (steps, ranks, size): whole numbers, so that a mean is exact in any order."""
-    generator = torch.Generator().manual_seed(ranks)
-    return torch.randint(-64, 64, (_STEPS, ranks, size), generator=generator).double() * ranks
+def _gradients(ranks: int, size: int, seed: int) -> torch.Tensor:
+    """Return gradients of shape (steps, ranks, size), of 35 bits: a mean is exact in any order, and not in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**34), 2**34, (_STEPS, ranks, size), generator=generator).double() * ranks / 2**28
 
 
-def _one_process(gradients: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _one_process(gradients: torch.Tensor, lr: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return weights and momentum after each step."""
     size = gradients.shape[-1]
     weights, momentum = torch.arange(size, dtype=torch.float64) / size, torch.zeros(size, dtype=torch.float64)
     steps, moments = [], []
     for gradient in gradients:
         momentum = 0.9 * momentum + gradient
-        weights = weights - _LR * momentum
+        weights = weights - lr * momentum
         steps.append(weights)
         moments.append(momentum)
         momentum = _BETWEEN * momentum
@@ -115,18 +121,16 @@ def _one_process(gradients: torch.Tensor) -> tuple[list[torch.Tensor], list[torc
 def zero2_step(answer: Callable[..., None]) -> str:
     """Judge `zero2_step(weights, backward, momenta, lr)` on 2 and on 4 real ranks, over three steps: numbers, bytes, memory."""
     for ranks, widths in ((2, (7, 5, 6, 4, 7, 3, 6, 5)), (4, (2, 3, 1, 3, 2, 3, 3, 1))):  # most mistakes show on two
-        results = on_ranks(_zero2_rank, ranks, answer, widths)
-        _judge_step(results, ranks, sum(widths))
-    return (
-        "The step of one process, no byte more than DDP sends, and of gradients a rank holds its pieces and a bucket."
-    )
+        lr, seed = 2.0 ** -_NEW.randint(3, 5), _NEW.randrange(10**6)
+        results = on_ranks(_zero2_rank, ranks, answer, widths, lr, seed)
+        _judge_step(results, _gradients(ranks, ranks * sum(widths), seed), lr)
+    return "The step of one process, no byte more than DDP sends, and a rank holds its pieces and at most two buckets."
 
 
-def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
-    gradients = _gradients(ranks, ranks * width)
-    right, moments = _one_process(gradients.mean(1))
+def _judge_step(results: list[dict[str, Any]], gradients: torch.Tensor, lr: float) -> None:
+    (right, moments), (_, ranks, size) = _one_process(gradients.mean(1), lr), gradients.shape
     first = [result["weights"][0] for result in results]
-    start = torch.arange(ranks * width, dtype=torch.float64) / (ranks * width)
+    start = torch.arange(size, dtype=torch.float64) / size
     own = torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(first)])
     apart, unmoved = not all(torch.equal(each, first[0]) for each in first), torch.equal(first[0], start)
     refuse(
@@ -134,27 +138,26 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
         ("Weights are NaN, as a gradient is once the next is asked for", any(each.isnan().any() for each in first)),
         ("Each rank updated its own shard: the all-gather of the new weights is missing", apart and _alike(own, right[0])),
         ("After the step the ranks hold different weights: the replicas drift apart", apart),
-        ("The first step moves no weight: update the momentum first, and move the weights by the new one",
+        ("The first step moves no weight, and a later one does: a step goes by the momentum that has its own gradient",
          unmoved and not torch.equal(results[0]["weights"][-1], start)),
         ("The weights did not change: update the tensors that you are given, in place", unmoved),
     )  # fmt: skip
     if not _alike(first[0], right[0]):
-        _explain_step(first[0], start, right[0], gradients)
+        _explain_step(first[0], start, right[0], gradients, lr)
     kept = [torch.cat([result["momentum"][step] for result in results]) for step in range(_STEPS)]
-    least = 2 * (ranks - 1) / ranks * 8 * ranks * width
+    least = 2 * (ranks - 1) / ranks * 8 * size
     most = max(sent for result in results for sent in result["sent"])
     later = [weights for result in results for weights in result["weights"]] + kept
-    alone = right[0] - _LR * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
-    all_reduced = "all_reduce" in results[0]["calls"]
-    over = any(result["over"] for result in results)
+    alone = right[0] - lr * (0.9 * moments[0] + gradients[1].mean(0))  # of a momentum that the check cannot change
+    all_reduced, over = (any(result[what] for result in results) for what in ("all_reduced", "over"))
     how = "An all-reduce brings the whole mean gradient to every rank, which stage 2 must not hold"
-    twice = "Something is sent twice, or pickled, or whole gradients where a shard of their mean is asked"
+    twice = "Something may go twice, or pickled, or whole gradients where shards of their mean are asked"
     refuse(
         "",
         ("The first step is right, and `momenta` are as before: keep them, in place, between steps", not kept[0].any()),
         ("The momentum that is kept has the learning rate in it: lr multiplies momentum where a weight moves",
-         _alike(kept[0], _LR * moments[0])),
-        ("The weights are right, and `momenta` are not this rank's parts of it", not _alike(kept[0], moments[0])),
+         _alike(kept[0], lr * moments[0])),
+        ("The weights are right, and `momenta` are not this rank's pieces of the momentum", not _alike(kept[0], moments[0])),
         ("The old momentum counts in full: 0.9 damps it before the new gradient is added",
          _alike(kept[1], _BETWEEN * moments[0] + gradients[1].mean(0))),
         ("The first step is right, and later ones do not go on from the shards in `momenta`, which the check changes between "
@@ -166,12 +169,12 @@ def _judge_step(results: list[dict[str, Any]], ranks: int, width: int) -> None:
          f"{how if all_reduced else twice}", most > 1.001 * least),
         ("Fewer bytes left a rank than a mean over ranks needs: some arrived without being sent", most < 0.999 * least),
         (how, all_reduced),
-        ("Numbers and bytes are right, and a rank holds more full gradients than two buckets: those that wait for the end of "
-         "backward are stage 1. Reduce-scatter a bucket when it comes, and keep your piece", over),
+        ("Numbers and bytes are right, and at one moment a rank holds more than its pieces and two buckets, or a bucket has not "
+         "left two later: gradients that wait for the end of backward are stage 1, and copies take room too", over),
     )  # fmt: skip
 
 
-def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, gradients: torch.Tensor) -> None:
+def _explain_step(got: Tensor, start: Tensor, right: Tensor, gradients: Tensor, lr: float) -> None:
     """Raise the sentence about the first step, whose momentum is the gradient itself: what moved, and how far."""
     ranks, mean = gradients.shape[1], gradients[0].mean(0)
     moved, local = start - got, torch.cat([gradients[0, rank].chunk(ranks)[rank] for rank in range(ranks)])
@@ -182,30 +185,29 @@ def _explain_step(got: torch.Tensor, start: torch.Tensor, right: torch.Tensor, g
         (alone, local),
         (alone, local / ranks),
         ("The weights went up the gradient: a step subtracts", -mean),
-        ("The step has no learning rate: momentum times lr is what moves a weight", mean / _LR),
+        ("The step has no learning rate: momentum times lr is what moves a weight", mean / lr),
         ("The new gradient is damped by 0.1: momentum is 0.9 of the old one plus all of the gradient", 0.1 * mean),
         ("The new gradient is damped by 0.9: only the old momentum is, the gradient counts in full", 0.9 * mean),
         ("That is Nesterov's step: plain momentum moves a weight by lr times momentum", 1.9 * mean),
     ]
-    recognize(moved, "", slips, lambda given, gradient: _alike(given, _LR * gradient))
-    starts, steps = start.chunk(ranks), (_LR * mean).chunk(ranks)
+    recognize(moved, "", slips, lambda given, gradient: _alike(given, lr * gradient))
+    starts, steps = start.chunk(ranks), (lr * mean).chunk(ranks)
     wrong = [rank for rank, part in enumerate(got.chunk(ranks)) if not _alike(part, starts[rank] - steps[rank])]
     others = [a - b for a in starts for b in (*steps, torch.zeros_like(steps[0]))]
     at = int((got - right).abs().argmax())
     refuse(
         "",
-        (f"Shards {wrong} moved as they should not: rank r must update shard r, with the gradient of shard r",
+        (f"Shards {wrong} are not where they should be: rank r must update shard r, with the gradient of shard r",
          all(any(_alike(got.chunk(ranks)[rank], other) for other in others) for rank in wrong)),
-        ("The weights are right to single precision only: they are in float64, and so must be all that is sent",
-         torch.allclose(got, right, rtol=1e-6)),
+        ("The weights are right to single precision only: they are in float64, and so is all that is computed and sent",
+         torch.allclose(got, right, rtol=1e-6, atol=1e-5)),
         (f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and goes to "
          f"{got[at]:.3f}. What is wrong here the check does not know", True),
     )  # fmt: skip
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Gradients are small whole numbers in float64: what is right is right to the last digits.
-    return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-9)  # means are exact: what is right is right to the last digits
 
 
 # --- ZeRO-3: gather and release -----------------------------------------------------------------------------
@@ -319,7 +321,7 @@ class _Model(Sealed):
 )
 def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
     """Judge `zero3_step(layers, x, gather, release, forward, backward, scatter)`: values, order, and what is live."""
-    for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, 3)):
+    for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, _NEW.randrange(10**6))):
         model = _Model(layers, width, ranks, seed)
         calls = model.gather, model.release, model.forward, model.backward, model.scatter
         got = answer(layers, list(model.x), *calls)
@@ -337,8 +339,8 @@ def _judge_zero3(model: _Model, got: object, layers: int, own: int) -> None:
         ("Every layer runs once forward, from the first to the last, and once backward, the other way",
          ran != [list(range(layers)), list(reversed(range(layers)))]),
         (f"After the step {len(model.live)} of {layers} layers are still gathered: hold shards only", model.live),
-        (f"{model.most} of {layers} layers were gathered at one moment; that is the memory of stage 2. Release a layer when it "
-         "has run; one more may be there ahead of its use", model.most > 2),
+        (f"{model.most} of {layers} layers were gathered at one moment, and stage 2 holds all: release a layer when it has run; "
+         "one more may be there ahead of its use", model.most > 2),
         ("Some gradients are never reduce-scattered: this rank would keep them in full, of its samples only",
          set(model.scattered) != set(range(layers))),
     )  # fmt: skip
@@ -374,8 +376,8 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
          _rows_close(got[-1:], [[model._slopes[-1] * w for w in model._weights[-1]]])),
         ("The last layer's gradient is right and earlier ones are not: the next `dy` is the gradient of the input, the first "
          "of the pair that backward returns, and `x` the input of that layer", _rows_close(got[-1:], truth[-1:])),
-        ("The gradients are wrong from the last layer on: its backward needs the input that it had in forward, not its "
-         "output, and a gradient of ones", True),
+        (f"The last layer's gradient should be {truth[-1]}, and is {got[-1]}: its backward takes the input that the layer had in "
+         "forward, and a gradient of ones", True),
     )  # fmt: skip
 
 
@@ -492,7 +494,7 @@ def train(answer: Callable[..., Any]) -> str:
     for budget, (*_, stage), found in zip(budgets, _BUDGETS, zip(*results, strict=True), strict=True):
         _judge_trained(found, f"a budget of {budget:g} times the weights")
         _judge_room(found[0], budget, stage)
-    return "Three budgets, each with the weights of one process: a rank sends 2 transfers within the largest, then 5, then 12."
+    return "Three budgets, each with the weights of one process: a rank sends at most 2, then 5, then 12 transfers."
 
 
 def _judge_trained(found: Sequence[dict[str, Any]], case: str) -> None:
@@ -506,18 +508,18 @@ def _judge_trained(found: Sequence[dict[str, Any]], case: str) -> None:
     refuse(
         case,
         (f"`loss_of` is called {found[0]['runs']} times on a rank, which has {runs} micro-batches", found[0]["runs"] != runs),
-        ("The ranks hold different weights at the end: each trained on its own samples alone",
+        ("The ranks hold different weights at the end, as where each trains on its own samples alone",
          not all(same(each["weights"], got) for each in found)),
         ("No gradient is ever reduced: the last micro-batch of a step has to, until then a rank has the sum of its samples",
-         not any("reduce" in kind for kind in found[0]["moved"])),
+         found[0]["sharded"] and not any("reduce" in kind for kind in found[0]["moved"])),
         ("The weights at the end are those of the start. `fully_shard` puts other parameters into the model, so an optimizer "
          "made before moves nothing; and weights that stay gathered are not those that the optimizer moves", same(got, start)),
     )  # fmt: skip
     if same(got, alone[""]):
         return
     recognize(got, case, [(why.strip(), weights) for why, weights in alone.items() if why], same)
-    raise Wrong("The weights are not those of one process. If they are right after one step and wrong after two, a rank computed "
-                f"with weights that it had gathered before the optimizer's step ({case}).")  # fmt: skip
+    raise Wrong("The weights are not those of one process. Where they are right after one step and wrong after two, it may be that "
+                f"weights were gathered before the optimizer's step, or the optimizer was made anew ({case}).")  # fmt: skip
 
 
 def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
@@ -528,6 +530,7 @@ def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
     too_much, wasted = total > budget, f"It fits, and sends {sent:.3g} transfers a step where {least} do"
     refuse(
         case,
+        ("There are no moments: the optimizer is the one that `adamw` returns", not held["moments"]),
         (f"Too much lies on a rank: {lies}. The moments lie whole on every rank, which no stage of ZeRO does",
          too_much and held["moments"] > 1.5),
         (f"Too much lies on a rank: {lies}. Gradients that no reduce-scatter has cut lie whole until the end of the step",
@@ -536,14 +539,13 @@ def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
          "its forward", too_much and held["weights"] > 0.9),
         (f"Too much lies on a rank: {lies}", too_much),
         (f"{wasted}. An all-reduce brings the whole mean gradient to every rank, and only the owner of a piece uses it",
-         sent > 1.01 * least and "all_reduce" in moved),
+         sent > 1.01 * least and moved.get("all_reduce", 0) > 0.5),
         (f"{wasted}. There is room for whole gradients: reduce them once, after the last micro-batch",
          sent > 1.01 * least and stage == 1 and reduces > 1.01),
         (f"{wasted}. There is room for whole weights, which change once a step: gather them once, and release them in the last "
          "micro-batch's backward", sent > 1.01 * least and stage < 3),
         (wasted, sent > 1.01 * least),
-        (f"A rank sends {sent:.3g} transfers a step, and {least} are needed: something arrived without being sent",
-         sent < 0.99 * least),
+        (f"A rank sends {sent:.3g} transfers a step, and 2 are needed: something arrived without being sent", sent < 1.98),
         ("It fits, and sends no more than it must; asked is PyTorch's sharding, `fully_shard`", not found["sharded"]),
     )  # fmt: skip
 
@@ -656,8 +658,8 @@ def jobs(seed: int) -> list[Job]:
     # Parameters of 28, 7, 35, 5 and 15 values: in three pieces each has two values or more, but for the last of 5 and 7.
     places = [(rank, name) for name in ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight") for rank in range(2)]
     places += [(2, "0.weight"), (2, "2.weight"), (2, "4.weight")]
-    # A momentum is there to be lost from the second step on.
-    found = [Job(dice.randrange(1000), ill, *dice.choice(places), dice.randint(1, Job.steps - 1)) for ill in _ILLS]
+    first = dice.randrange(4)  # A momentum is there to be lost from the second step on.
+    found = [Job(dice.randrange(1000), ill, *dice.choice(places), 1 + (k + first) % 4) for k, ill in enumerate(_ILLS)]
     found.append(Job(dice.randrange(1000)))
     dice.shuffle(found)
     return found
@@ -671,11 +673,12 @@ def jobs(seed: int) -> list[Job]:
     line="In each step compare three things with one process: the pieces of the mean gradient, each rank's own piece of the new "
     "weights, and its copies of others' pieces; and let the ranks tell each other.",
 )
-def find_bad_shard(answer: Callable[[Job], Any], seed: int = 505) -> str:
+def find_bad_shard(answer: Callable[[Job], Any]) -> str:
     """Judge `find_bad_shard(job)`, which runs on each of a job's ranks: (rank, parameter, part of the step) or None."""
-    some = jobs(seed)
+    some = jobs(_NEW.randrange(10**6))
     every = sorted(
-        zip(some, ask_ranks(answer, Job.ranks, some), strict=True), key=lambda pair: pair[0]._ill[0] is not None
+        zip(some, ask_ranks(answer, Job.ranks, some), strict=True),
+        key=lambda pair: [None, *_ILLS].index(pair[0]._ill[0]),
     )
     for job, said in every:  # the healthy one first
         _judge_found(job, [None if _nothing(each) else each for each in said])
@@ -691,20 +694,20 @@ def _judge_found(job: Job, said: Sequence[Any]) -> None:
                 any(each is not None and each != got for each in said) or (ill and None in said and got is not None)))  # fmt: skip
     where, which, how = (-1, "", "") if got is None else _read_found(got)
     refuse("", ("A healthy job is called sick: its last digits differ, because sums are grouped otherwise; if more does, the "
-                "one process takes other steps: its clipping, its momentum, its samples", ill is None and got is not None))  # fmt: skip
+                "one process may take other steps: its clipping, its momentum, its samples", ill is None and got is not None))  # fmt: skip
     if ill is None:
         return
     part = _PARTS[_ILLS[ill]]
     sign = "the ranks do not hold the same weights" if part == "all-gather" else (
         "all ranks hold the same weights, and not those of one process: compare the gradients too")  # fmt: skip
-    refuse("", (f"A sick job passes for healthy: from step {step} on {sign}", got is None))
     refuse(
         "",
+        (f"A sick job passes for healthy: from step {step} on {sign}", got is None),
         (f"`{how}` is no part of the step: {', '.join(_PARTS)}", how not in _PARTS),
         ("A job is accused of the wrong part: in the first step that differs, pieces of the mean gradient are compared before "
          "the update, a rank's own piece of the weights after it, and what others have of it last", how != part),
-        ("Right is the part of the step, and wrong the parameter: one step later all of them differ; name the first",
-         which != name),
+        (f"Right is the part of the step, and wrong the parameter, `{which}`: names are those in `model.module`, and one step later "
+         "nearly all differ", which != name),
         ("Right is the parameter, and wrong the rank: it is the one whose piece it is, not the one that sees it", where != rank),
     )  # fmt: skip
 
@@ -713,14 +716,14 @@ def _read_found(got: Any) -> tuple[int, str, str]:
     """Read an answer: a rank, the name of a parameter, a part of the step."""
     try:
         rank, name, part = got
-        return whole(rank, "The rank"), str(name), str(part)
+        return whole(rank, "The rank"), "".join(name), "".join(part)  # also members of a str Enum
     except (TypeError, ValueError):
         raise Wrong("Return (rank, name of the parameter, part of the step), or None for a healthy job.") from None
 
 
 # --- the tradeoffs ------------------------------------------------------------------------------------------
 
-_KEYS = ("best", "held", "micro_batches", "sent")
+_KEYS = ("held", "micro_batches", "sent", "best")
 _Case = tuple[int, int, int, int, int]
 
 
@@ -731,7 +734,7 @@ _Case = tuple[int, int, int, int, int]
 )
 def zero_tradeoffs(answer: Callable[[int, int, int, int, int], dict[str, Any]], seed: int = 55) -> str:
     """Judge `zero_tradeoffs(params, ranks, sequences, activations, budget)` by hand first, then on random jobs."""
-    cases = [*_BY_HAND, *_drawn(seed)]
+    cases = [*_BY_HAND, *_drawn(seed), *_drawn(_NEW.randrange(10**6))[:6]]
     for case in cases:
         _judge_tradeoffs(answer(*case), case)
     used = [n.rpartition(".")[2] for n in getattr(answer, "called", ()) if n.startswith("lablib.calc.parallel.zero.")]
@@ -795,7 +798,7 @@ def _judge_tradeoffs(got: object, case: _Case) -> None:
 def _nothing(value: object) -> bool:
     try:
         return value is None or not math.isfinite(value)
-    except TypeError:  # a text, for one
+    except (TypeError, OverflowError):  # a text, or more than a float has
         return False
 
 
@@ -807,7 +810,7 @@ _SLIPS_OF_HELD: list[tuple[str, tuple[int, int, int], tuple[int, int, int]]] = [
     ("The optimizer state is missing: 12 bytes for each parameter of the shard", (2, 2, 0), (3, 2, 1)),
     ("The gradients are missing: 2 bytes for each parameter", (2, 0, 12), (3, 2, 1)),
     ("Stage 1 shards the optimizer alone; gradients wait for stage 2", (2, 2, 12), (3, 1, 1)),
-    ("Stage 2 shards gradients and stage 3 weights, not the other way", (2, 2, 12), (2, 3, 1)),
+    ("The weights are missing: 2 bytes for each parameter", (0, 2, 12), (3, 2, 1)),
     ("Stage 3 shards the weights as well", (2, 2, 12), (4, 2, 1)),
     ("Stage 2 leaves the weights in full", (2, 2, 12), (2, 2, 1)),
 ]
@@ -838,7 +841,8 @@ def _judge_held(held: list, choices: list[StageChoice], case: _Case, text: str) 
         *((why, slip(*how)) for why, *how in _SLIPS_OF_HELD),
     ]  # fmt: skip
     recognize(got, where, together + slips)  # a mistake explains all stages, or failing that the first that is wrong
-    recognize(got[first], where, [(why, values[first]) for why, values in slips], lambda a, b: a == b)
+    if first:  # what stage 0 holds is a sum, which tells no term from another
+        recognize(got[first], where, [(why, values[first]) for why, values in slips], lambda a, b: a == b)
     raise Wrong(f"Stage {first} holds {choices[first].held:,} bytes, not {got[first]:,.0f} ({text}).")
 
 
@@ -930,11 +934,11 @@ def _judge_sent(sent: list, choices: list[StageChoice], case: _Case, text: str) 
     params, ranks = case[:2]
     unit, wrong = 2 * params * (ranks - 1) / ranks, {}
     for choice, value in zip(choices, sent, strict=True):
-        if choice.sent is None:
-            refuse(text, (f"In stage {choice.stage} nothing fits, so nothing is sent: its entry of `sent` is None",
-                          not _nothing(value)))  # fmt: skip
-        elif _nothing(value) or not (close(value, choice.sent) or abs(float(value) - choice.sent) < 1):  # a whole byte
-            wrong[choice.stage] = math.nan if _nothing(value) else float(value) / unit
+        stage, none = choice.stage, choice.sent is None
+        refuse(text, (f"In stage {stage} nothing fits, so nothing is sent: its entry of `sent` is None", none and not _nothing(value)),
+               (f"Stage {stage} fits, and its entry of `sent` is no number of bytes", not none and _nothing(value)))  # fmt: skip
+        if not (none or close(value, choice.sent) or abs(float(value) - choice.sent) < 1):  # a whole byte
+            wrong[stage] = float(value) / unit
     if not wrong:
         return
     fits = {choice.stage: choice.micro_batches for choice in choices if choice.sent is not None}
@@ -952,14 +956,10 @@ def _judge_sent(sent: list, choices: list[StageChoice], case: _Case, text: str) 
     in_all = [(why, lambda k, m, part=part: part * _units(k, m)) for why, part in parts] + _SLIPS + _SLIPS_OF_ALL
     # A mistake explains all stages, or failing that the first that is wrong.
     for stages, slips in ((list(fits), in_all), ([first], _SLIPS)):
-        shown = [(why, all(_same(got[k], units(k, fits[k])) for k in stages)) for why, units in slips]
+        shown = [(why, all(close(got[k], units(k, fits[k])) for k in stages)) for why, units in slips]
         refuse(f"stage {first}, {fits[first]} micro-batches; {text}", *shown)
     raise Wrong(f"In stage {first} a rank sends {choices[first].sent:,.0f} bytes in {fits[first]} micro-batches, not "
                 f"{wrong[first] * unit:,.0f} ({text}).")  # fmt: skip
-
-
-def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-6 * max(abs(b), 1e-12)
 
 
 def _judge_best(got: object, sent: list, choices: list[StageChoice], text: str) -> None:

@@ -43,7 +43,7 @@ def train(model, steps, loss_of, adamw, budget):
     """The lowest stage that fits, by what stays whole, and its steps."""
     n, m = dist.get_world_size(), len(steps[0])
     size = sum(p.nbytes for p in model.parameters())
-    held = {1: 2 + 2 / n, 2: 1 + 3 / n, 3: 4 / n}  # and moments of twice
+    held = {1: 2 + 3 / n, 2: 1 + 4 / n, 3: 4 / n}  # pieces beside the whole
     stage = next(k for k in held if held[k] * size <= budget)
     for block in model:
         fully_shard(block, reshard_after_forward=stage == 3)
