@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+import random
 from collections import Counter, namedtuple
 from types import SimpleNamespace
 
@@ -122,9 +123,14 @@ class ring_all_reduce:
 
         travel(0)
 
+    sizes_that_were_seen = lambda row, r, n, swap: (n, len(row)) in rung10._CASES and _ring(row, r, n, swap)
+    swapped_on_two = lambda row, r, n, swap: (_double if n == 2 else _ring)(row, r, n, swap)
+    doubled = lambda row, *rest: (_ring(row, *rest), row.mul_(2))
+    padded_to_threes = lambda row, *rest: ring_all_reduce.padded(row, *rest, to=3)
+
     def own_numbers_times_a_factor(row, rank, ranks, exchange):
-        """Right on the check's numbers, and nothing that arrives is used."""
-        _ring(row.clone(), rank, ranks, lambda _, to, room, source: exchange(torch.zeros_like(room), to, room, source))
+        """Messages of a ring, and nothing that arrives is used."""
+        _ring(row.clone(), rank, ranks, exchange)
         row.mul_(sum(100**r for r in range(ranks)) / 100.0**rank)
 
     def sums_returned(row, rank, ranks, exchange):
@@ -137,9 +143,9 @@ class ring_all_reduce:
         _ring(row, rank, ranks, exchange)
         row /= ranks
 
-    def padded(row, rank, ranks, exchange):
+    def padded(row, rank, ranks, exchange, to=1):
         """All chunks as long as the longest: more elements travel than there are."""
-        size = -(-row.numel() // ranks)
+        size = -(-row.numel() // ranks // to) * to
         long = row.new_zeros(size * ranks)
         long[: row.numel()] = row
         _ring(long, rank, ranks, exchange)
@@ -172,9 +178,7 @@ class ring_all_reduce:
             exchange(chunks[(rank - step) % ranks], (rank + 1) % ranks, room, (rank - 1) % ranks)
             comes.copy_(comes + room if step < ranks - 1 else room)
 
-    def adds_up_in_float32(row, rank, ranks, exchange):
-        _ring(row, rank, ranks, exchange)
-        row.copy_(row.float())
+    rounded_to_bfloat16 = lambda row, *rest: (_ring(row, *rest), row.copy_(row.bfloat16()))
 
     def lands_on_what_it_adds_to(row, rank, ranks, exchange):
         chunks = row.tensor_split(ranks)
@@ -206,7 +210,7 @@ class ring_all_reduce:
         for step in range(2 * (ranks - 1)):
             comes = (held - 1) % ranks
             room = torch.empty_like(pieces[comes])
-            exchange(send=pieces[held], to=np.int64((rank + 1) % ranks), receive=room, source=(rank - 1) % ranks)
+            exchange(send=pieces[held], to=np.int64((rank + 1) % ranks), receive=room, source=(rank - 1.0) % ranks)
             pieces[comes] = pieces[comes] + room if step < ranks - 1 else room
             held = comes
         row[:] = torch.cat(pieces)
@@ -236,6 +240,8 @@ class fast_all_reduce:
     always_halving = lambda row, *rest: fast_all_reduce.right_2(row, *rest[:3], rest[3] * (rest[1] == 2), rest[4])
     mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
     rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
+    seven_times_a_message = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 7 * r[3] * r[4])
+    halved = lambda row, *rest: (_fast(row, *rest), row.div_(2))
     where_one_message_costs_twice = lambda row, *rest: _fast(row, *rest, ring=8 * len(row) > rest[3] * rest[4])
 
     def the_same_partner_again(row, rank, ranks, exchange, latency, bandwidth):
@@ -244,8 +250,9 @@ class fast_all_reduce:
         if ranks == 2:
             row += row
 
-    def own_numbers_and_no_message(row, rank, *case):
-        row.mul_(sum(16**r for r in range(case[0])) / 16.0**rank)
+    def own_numbers_and_empty_messages(row, rank, ranks, exchange, *_):
+        _double(row[:0].clone(), rank, ranks, exchange)
+        row.mul_(sum(16**r for r in range(ranks)) / 16.0**rank)
 
     def one_round_too_few(row, rank, ranks, exchange, latency, bandwidth):
         _double(row, rank, ranks, exchange, rounds=ranks.bit_length() - 2)
@@ -377,12 +384,10 @@ class make_hook:
     drops_what_is_left_over = _hooks(_drops_what_is_left_over)
     in_float32 = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat.float(), inside, across) / ranks)
     unchanged = _hooks(lambda flat, inside, across, ranks: flat / ranks)
-    own_gradients_times_a_factor = _hooks(
-        lambda flat, inside, across, ranks: (
-            _in_two_levels(flat, inside, across) * 0
-            + flat * sum(100 ** (r - dist.get_rank()) for r in range(ranks)) / ranks
-        )
-    )
+    by_one_too_many = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / (groups[2] + 1))
+    without_rank_0 = _hooks(lambda flat, *its: _in_two_levels(flat * min(dist.get_rank(), 1), *its[:2]) / its[2])
+    not_a_number = _hooks(lambda flat, *_: flat * float("nan"))
+    three_elements = _hooks(lambda flat, *_: flat[:3])
 
     def hosts_of_two(per_host):
         """Knows the machine that it was written on."""
@@ -426,6 +431,7 @@ class make_hook:
             dist.all_to_all_single(came, pieces, group=mesh["place"].get_group())
             work = dist.all_reduce(chunk := came.sum(0), group=mesh["host"].get_group(), async_op=True)
             work.wait()
+            dist.all_reduce(torch.zeros(1))  # four bytes more, as a flag has
             dist.all_gather_into_tensor(pieces.view(-1), chunk, group=mesh["place"].get_group())
             flat.copy_(pieces.view(-1)[: flat.numel()])
             return _held(flat)
@@ -523,10 +529,15 @@ class find_fault:
 
     looks_at_what_is_put_in = lambda job: _judged(_look(job, used=False))
     looks_at_what_is_used = lambda job: _judged(_look(job, put_in=False))
+    no_layer = _changed(layers=lambda layers: set())
     one_layer_of_two = _changed(layers=lambda layers: {min(layers)})
     the_next_rank = _changed(rank=lambda rank: (rank + 1) % 4)
     counts_steps_from_1 = _changed(step=lambda step: step + 1)
     begins_with_the_second_step = lambda job: _judged(_look(job, from_step=1))
+
+    def jobs_that_were_seen(job):
+        dice = random.Random("jobs 3")
+        return _judged(_look(job)) if job.seed in [4 * dice.randrange(10**6) + k for k in (0, 1, 2, 3, 0, 1)] else None
 
     def each_rank_for_itself(job):
         """Says it on the rank that is at fault, and on no other."""
@@ -580,27 +591,29 @@ DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, fast_all_reduce, make_hook, 
 SENTENCES = {
     "no_all_gather": "must go round once more", "adds_in_the_all_gather": "replaces what is there",
     "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "left over",
-    "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "never the whole array",
+    "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "up to 8 in a message",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
     "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",
     "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "a loop in your answer never ends",
-    "room_in_float32": "receive is float32", "adds_up_in_float32": "The sums are rounded",
+    "room_in_float32": "receive is float32", "rounded_to_bfloat16": "The sums are rounded",
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
-    "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "uncut from rank to rank",
+    "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "travels uncut",
     "without_the_idea_always_the_ring": "Here latency decides", "without_the_idea_always_doubling": "Here bandwidth decides",
     "with_one_pass": "decides", "always_halving": "pays α 4 times", "mean": "the means over the ranks", "rounded_to_float32": "The sums are rounded",
     "divides_by_the_hosts": "number of hosts only", "one_room_for_all_buckets": "handed out for two",
     "the_same_partner_again": "another partner", "one_round_too_few": "missing in the sums",
-    "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others idle",
+    "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others wait",
     "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
     "the_whole_sum_before_it_is_cut": "not all of it", "sums": "DDP wants the mean", "divides_by_the_host": "ranks of a host only",
     "nothing_crosses": "nothing came from the other hosts", "only_across": "others of the host are missing",
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
-    "own_numbers_times_a_factor": "no message carried a sum", "own_numbers_and_no_message": "must follow each other",
-    "own_gradients_times_a_factor": "holds no sum of the ranks",
+    "own_numbers_times_a_factor": "no sum of", "own_numbers_and_empty_messages": "no sum of", "halved": "no sum of",
+    "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
+    "padded_to_threes": "72 elements where 48 do, up to 3", "seven_times_a_message": "decides", "no_layer": "you name none",
+    "by_one_too_many": "times the mean over", "without_rank_0": "Ranks are missing", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
     "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
     "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",
-    "counts_steps_from_1": "the first step is asked", "begins_with_the_second_step": "is as it should be",
+    "counts_steps_from_1": "the first wrong one is asked", "begins_with_the_second_step": "count from 0",
     "without_the_idea_asks_the_check": "asks the check", "each_rank_for_itself": "say different things",
 }  # fmt: skip
