@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.planted import asked, listed, told
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 RUN_LOGIT = {"eager": 12, "megatron": 6}
+OWN = enum.Enum("OWN", {name: name for name in ("loss", "step", "forward", "backward", "update", "clear")}, type=str)
 MOMENTS = {"sgd": 0.0, "sgd-momentum": 4.0, "adamw": 8.0, "adamw-8bit": 2 + 8 / 256}
 
 
@@ -34,6 +36,8 @@ class bytes_per_parameter:
 
     forgot_the_master_copy = asked(right, master=False)
     forgot_the_gradients = asked(right, gradients=())
+    forgot_momentum = asked(right, optimizer=lambda optimizer: "sgd" if optimizer == "sgd-momentum" else optimizer)
+    a_set_of_dtypes = asked(right, gradients=lambda gradients, weights: [g for g in gradients if g != weights])
     counted_one_gradient_buffer = asked(right, gradients=lambda gradients: gradients[:1])
     always_two_fp32_moments = asked(right, optimizer="adamw")
     forgot_the_scales = told(right, lambda size, optimizer: size - 8 / 256 * (optimizer == "adamw-8bit"))
@@ -287,7 +291,7 @@ class find_surplus:
             return None
         step, part = divmod(int(over.argmax()), 4)
         left = (mine - other)[3::4, 0][step:]
-        return [job.parts[part], np.int64(step), np.bool_(left[-1] > left[1] > 0 and left[1] > left[0])]
+        return [OWN(job.parts[part]), np.int64(step), np.bool_(left[-1] > left[1] > 0 and left[1] > left[0])]
 
     def right_2(job):
         """Reduce the least of both ranks number by number, and see whether what a step leaves gets more by one more step."""
@@ -408,7 +412,14 @@ class run_memory:
         memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
         return _run_held(memory, optimizer, RUN_LOGIT[loss], last=last)
 
+    without_the_idea_a_table_of_instants = told(right_2, lambda memory, optimizer, recompute: memory | {
+        "at": "loss" if (optimizer in ("sgd-momentum", "adamw-fused")) != (recompute == "full") else "step"})  # fmt: skip
     run_of_one_token_less = asked(right_2, seq=lambda seq: seq - 1)
+    run_with_one_moment = told(
+        right, lambda memory, optimizer: memory | {"optimizer": memory["optimizer"] - 4 * memory["parameters"] * ("adamw" in optimizer)}
+    )  # fmt: skip
+    run_without_parameters = told(right, lambda memory: memory | {"parameters": 0})
+    run_with_logits_of_one_sequence = told(right, lambda memory, batch: memory | {"logits": memory["logits"] // batch})
     run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
     run_with_16_bit_logits = told(right, lambda memory: memory | {"logits": memory["logits"] // 2})
 
@@ -450,7 +461,7 @@ class run_memory:
         always = found["weights"] + found["optimizer"]
         at_loss, step = always + found["activations"] + found["logits"] // 4 * RUN_LOGIT[loss], always + 4 * n
         step += 4 * n if optimizer == "adamw" else 0
-        return found | ({"peak": at_loss, "at": "loss"} if at_loss > step else {"peak": step, "at": "step"})
+        return found | ({"peak": at_loss, "at": OWN.loss} if at_loss > step else {"peak": step, "at": OWN.step})
 
     run_in_gb = told(right, lambda memory: {t: v if t in ("parameters", "at") else v / 1e9 for t, v in memory.items()})
     run_summed_up = told(right, lambda memory: memory["peak"])
@@ -467,7 +478,7 @@ SENTENCES = {
     "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
     "retries_inside_the_except_clause": "inside of the except clause", "sums_the_micro_batches": "times those of the whole batch",
     "all_micro_batches_alike": "counts by its sequences", "keeps_what_an_attempt_left": "an attempt that stopped",
-    "loss_of_the_last_part": "Return the loss of each batch", "an_optimizer_each_step": "one AdamW with its moments",
+    "loss_of_the_last_part": "Return the loss of each batch", "an_optimizer_each_step": "one AdamW, its moments",
     "without_the_idea_the_least_of_everything": "without that it fits", "recomputes_first": "without that it fits",
     "without_the_idea_the_least_without_replays": "passes, and", "halves_the_batch": "passes, and",
     "sets_the_capacity": "the memory that it has", "tries_for_ever": "never ends",
@@ -480,16 +491,19 @@ SENTENCES = {
     "run_always_eager": "whose loss it is", "run_always_megatron": "at the loss a logit has 12",
     "run_with_logits_in_both_dtypes": "two gradients, all in fp32", "run_without_the_gradient_of_logits": "stands beside what",
     "without_the_idea_of_instants": "No instant holds all", "without_the_idea_a_rule_of_thumb": "at: say",
+    "without_the_idea_a_table_of_instants": "at: say", "run_with_one_moment": "and 8 of this optimizer's fp32 moments, not 8",
+    "run_without_parameters": "not one that the check knows", "run_with_logits_of_one_sequence": "Every token has logits",
+    "forgot_momentum": "one fp32 buffer", "a_set_of_dtypes": "has bytes of its own",
     "without_the_idea_the_calculator_counts": "count_params of lablib has counted",
     "no_master_copy_beside_fp32": "beside fp32 weights too", "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
     "with_the_roots_of_the_step": "roots that AdamW's step makes",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
-    "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "The fp32 master copy is missing",
+    "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
     "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "not always 4 bytes",
     "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case",
-    "run_with_16_bit_moments": "Moments are fp32",
+    "run_with_16_bit_moments": "and 4 of this optimizer's fp32 moments, not 6",
     "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",
     "run_without_optimizer_at_the_loss": "stays on the device at the loss too", "run_without_embeddings": "tables of embedding and head",
     "run_with_an_untied_head": "one table", "run_with_keys_for_every_head": "fewer heads than queries",
