@@ -38,6 +38,7 @@ class route:
     bias_in_the_weights = lambda logits, bias, k: _top(logits.softmax(-1) + bias, logits.softmax(-1) + bias, k)
     bias_on_the_logits = lambda logits, bias, k: _top(logits.softmax(-1), logits + bias, k)
     bias_as_a_factor = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) * (1 + bias), k)
+    half_the_bias = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) + bias / 2, k)
     bias_turned_round = lambda logits, bias, k: _top(logits.softmax(-1), logits.softmax(-1) - bias, k)
 
     def scores_not_divided(logits, bias, k):
@@ -69,6 +70,7 @@ class route:
         SimpleNamespace(bias_E=bias, rules=Router(), k=k), logits.softmax(-1)
     )
     smallest = lambda logits, bias, k: _top(logits.softmax(-1), -(logits.softmax(-1) + bias), k)
+    beyond_floats = told(scores_not_divided, lambda found: ([[10**400] * len(row) for row in found[1]], found[1]))
 
     def right(logits, bias, k):
         """Arrays, the chosen by their numbers, and the weights as a softmax of the chosen logits alone."""
@@ -153,6 +155,7 @@ class expert_bytes:
         missed = math.comb(experts - experts // ep, k) / math.comb(experts, k)
         return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) * (1 - missed))
 
+    each_pair_once = asked(_bytes, inside=lambda k, ep, per_node: k * (per_node - 1) / 2 / ep)
     nothing_saved = asked(_bytes, once=lambda k, ep, per_node: k * (ep - per_node) / ep)
 
     def right(tokens, size, experts, k, ep, per_node):
@@ -200,20 +203,20 @@ def _meshes(*grids):
     return found
 
 
-def _folded(*, over=None, divided=None, squares="right", turned=False, ep="ep", early=False):
+def _folded(*, over=None, divided=None, squares="right", turned=dict, ep="ep", early=False, reduce=dist.all_reduce):
     """Build a step with one idea changed: axes to sum over, divisor (copies, sizes), squares, order of axes, the ep group."""
     over = {kind: axes for kind, (axes, _) in _KINDS.items()} | (over or {})
 
     def step(job, dense, folded):
         sizes = dense | folded
-        groups = _meshes(*(dict(reversed(grid.items())) if turned else grid for grid in (dense, folded)))
+        groups = _meshes(turned(dense), turned(folded))
         model = job.model(groups["tp"], groups[ep])
         job.loss(model).backward()
         before, total, roots = [p.grad.clone() for p in model.parameters()], 0.0, 0.0
         for name, p in model.named_parameters():
             kind = _kind(name)
             for axis in over[kind].split():
-                dist.all_reduce(p.grad, group=groups[axis])
+                reduce(p.grad, group=groups[axis])
             copies = math.prod(sizes[axis] for axis in over[kind].split())
             p.grad /= divided(copies, sizes, kind) if divided else sizes["dp"] * sizes["cp"]
         for (name, p), first in zip(model.named_parameters(), before, strict=True):
@@ -251,7 +254,9 @@ class folded_step:
     divided_by_ep_as_well = _folded(
         divided=lambda copies, sizes, kind: sizes["dp"] * sizes["cp"] * (sizes["ep"] if kind == "experts" else 1)
     )
-    first_axis_fastest = _folded(turned=True)
+    first_axis_fastest = _folded(turned=lambda grid: dict(reversed(grid.items())))
+    tp_of_neighbours = _folded(turned=lambda grid: dict(sorted(grid.items())))
+    copied_to_all = _folded(reduce=lambda grad, group: dist.broadcast(grad, group=group, group_src=0))
     ep_out_of_dp = _folded(ep="dp")
     norm_of_a_ranks_own_part = _folded(squares="own")
     norm_without_other_experts = _folded(squares="dense")
@@ -260,6 +265,8 @@ class folded_step:
     norm_before_the_sum = _folded(early=True)
     norm_squared = told(_folded(), lambda found: (found[0], found[1] ** 2))
     norm_of_the_sums = told(_folded(), lambda found, dense: (found[0], found[1] * dense["dp"] * dense["cp"]))
+    norm_is_nan = told(_folded(), lambda found: (found[0], math.nan))
+    nan_gradients = told(_folded(), lambda found: [p.grad.mul_(math.nan) for p in found[0].parameters()] and found)
     clipped = told(
         _folded(), lambda found: (clip_grads_with_norm_(found[0].parameters(), 1, found[1]) or found[0], found[1])
     )
@@ -269,7 +276,7 @@ class folded_step:
 
     def without_the_idea_a_whole_copy_on_each_rank(job, dense, folded):
         alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-        job.loss(job.model(alone, alone)).backward()
+        job.loss(type(job)(job.seed, dense).model(alone, alone)).backward()
         return _folded()(job, dense, folded)
 
     def copied_from_one_process(job, dense, folded):
@@ -427,12 +434,14 @@ class find_fault:
         answer=lambda f, all_: (f[0].replace("combine", "router"), *f[1:]) if f[1] == "backward" else f
     )
     all_ranks_whatever_it_is = _first(answer=lambda f, all_: (*f[:2], range(4)))
+    ranks_from_one = _first(answer=lambda f, all_: (*f[:2], [rank + 1 for rank in f[2]]))
+    always_in_forward = _first(answer=lambda f, all_: (f[0], "forward", f[2]))
     a_truth_value_for_each_rank = _first(answer=lambda f, all_: (*f[:2], [rank in f[2] for rank in range(4)]))
     the_part_without_its_layer = _first(answer=lambda f, all_: (f[0][2:], *f[1:]))
     a_sum_in_another_order_is_a_fault = lambda job: (
         _first()(job) or ("0.combine", "forward", [dist.get_world_size() - 1])
     )
-    right = _first(answer=lambda f, all_: {"part": f[0], "moment": f[1], "ranks": np.array(f[2])})
+    right = _first(answer=lambda f, all_: {"part": f[0].upper(), "moment": f"{f[1]} ", "ranks": np.array(f[2])})
 
     def right_2(job):
         """Without hooks: hand each part of this rank what its twin in one process gets, and then look at gradients and states."""
@@ -479,10 +488,10 @@ class find_fault:
 SENTENCES = {
     "mean_over_the_copies_of_an_expert": "however many copies there are",
     "without_the_idea_mean_over_all_who_hold_it": "however many copies there are",
-    "without_the_idea_experts_as_all_others": "are added here",
+    "without_the_idea_experts_as_all_others": "nothing of other weights",
     "experts_left_alone": "they part with the first step",
     "router_not_over_tp": "no axis of that grid cuts it",
-    "pieces_added": "are added here",
+    "pieces_added": "nothing of other weights",
     "summed_only": "the step's loss is the mean of",
     "first_axis_fastest": "whose last axis has neighbours",
     "ep_out_of_dp": "ep is an axis of the grid",
@@ -493,7 +502,7 @@ SENTENCES = {
     "norm_of_the_sums": "of their sums",
     "norms_added": "those of a weight once",
     "clipped": "by nothing else",
-    "without_the_idea_a_whole_copy_on_each_rank": "once, and sum",
+    "without_the_idea_a_whole_copy_on_each_rank": "A tp group has",
     "a_truth_value_for_each_rank": "list of ranks",
     "the_part_without_its_layer": "of layer 1",
     "copied_from_one_process": "sum what the ranks have",
@@ -504,31 +513,37 @@ SENTENCES = {
     "without_the_idea_who_sees_it_is_ill": "need not be the one that is ill",
     "without_the_idea_the_experts_are_not_looked_at": "experts that live elsewhere",
     "each_rank_says_what_it_sees": "Ranks say different things",
-    "one_list_for_all_rows": "one list",
     "divided_by_k": "divided by k",
     "one_copy_in_all": "one copy a token in all",
     "k_copies_for_a_node": "once, not k times",
     "all_experts_on_a_node": "any of them is enough",
     "bias_forgotten": "whatever the bias",
     "bias_in_the_weights": "The bias is in the weights: it chooses",
-    "bias_on_the_logits": "added to the logits",
-    "bias_as_a_factor": "multiplies scores",
+    "bias_on_the_logits": "choice of logits + bias",
+    "bias_as_a_factor": "choice of logits + bias",
     "six_ways": "six",
     "back_by_copies": "one vector from each node too",
-    "bias_turned_round": "taken away",
+    "half_the_bias": "too little bias",
+    "each_pair_once": "as much as two",
+    "norm_is_nan": "no finite number",
+    "tp_of_neighbours": "whose last axis has neighbours",
+    "copied_to_all": "sum what its copies have",
+    "ranks_from_one": "counted from 0",
+    "always_in_forward": "what goes before it is right",
+    "bias_turned_round": "scores - bias",
     "scores_not_divided": "divide them by the sum of the chosen",
     "divided_by_all_scores_with_the_bias": "do not add up to 1",
     "softmax_of_what_was_chosen": "through a softmax",
     "a_second_softmax": "a second softmax",
     "all_alike": "weigh the same",
     "over_the_tokens": "over the tokens",
-    "one_of_the_two_is_sorted": "one of the two is sorted",
+    "one_of_the_two_is_sorted": "another order",
     "experts_first": "The weights come first",
     "smallest": "smallest",
-    "sigmoids": "The scores are sigmoids here",
-    "forward_only": "here it is two",
-    "dispatch_forward_only": "here it is one",
-    "combine_has_no_backward": "here it is three",
+    "sigmoids": "sigmoids here",
+    "forward_only": "as much as two",
+    "dispatch_forward_only": "as much as one",
+    "combine_has_no_backward": "as much as three",
     "in_megabytes": "not MB",
     "both_ways_of_the_wire": "count what it sends",
     "to_itself_as_well": "g - 1 ranks of its node",
