@@ -27,7 +27,7 @@ def _function(*, random=True, fork=True, graph=False, keep="input", times=1, see
         @staticmethod
         def forward(ctx, x, block):
             ctx.block, ctx.random = block, torch.get_rng_state()
-            ctx.x = x.detach()
+            ctx.x, ctx.copies = x.detach(), also == "copy" and copy.deepcopy(block)
             if also == "seed":
                 torch.manual_seed(7)
                 ctx.random = torch.get_rng_state()
@@ -51,7 +51,7 @@ def _function(*, random=True, fork=True, graph=False, keep="input", times=1, see
             if also == "clear":
                 ctx.block.zero_grad()
             for _ in range(times):
-                x = ctx.x.detach().requires_grad_()
+                x = ctx.x.detach().requires_grad_(also != "frozen")
                 with torch.enable_grad():
                     if random:
                         torch.set_rng_state(ctx.random)
@@ -200,6 +200,9 @@ class checkpoint:
     inherited_from_pytorch = lambda block, x: _Inherited.apply(block, True, x)
     borrowed_from_pytorch = lambda block, x: _Borrowed.apply(block, True, x)
     around_that_of_pytorch = lambda block, x: _Same.apply(torch_checkpoint(block, x, use_reentrant=False))
+    another_shape = lambda block, x: _Off.apply(x, block)[:, 1:]
+    copies_of_weights = _function(also="copy")
+    copy_of_the_input_needs_no_gradient = _function(also="frozen")
     replays_a_copy = lambda block, x: _Copied.apply(x, block)
     in_a_list = lambda block, x: [block(x)]
 
@@ -276,6 +279,7 @@ def _by_price(number, inner, size):
 
 class keep_within:
     a_list_of_known_limits = lambda model, x, limit: _saving(_by_price)(model, x, limit if limit in _LIMITS else 0)
+    a_trial_stays_alive = lambda *args, kept=[]: (_saving(_by_price)(*args), kept.append(args[0](args[1])))[0]
     without_checkpoints = lambda model, x, limit: model(x)
     nothing_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 0)
     everything_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 1 << 40)
@@ -286,7 +290,6 @@ class keep_within:
     inputs_of_blocks_forgotten = _saving(_by_price, inputs=False)
     activations_saved_too = _saving(_by_price, also=[torch.ops.aten.tanh.default])
     without_the_idea_first_come = _saving(lambda number, inner, size: number)
-    without_the_idea_every_second = _saving(lambda number, inner, size: (number % 2, number))
     without_the_idea_the_largest = _saving(lambda number, inner, size: -size)
     without_the_idea_the_smallest = _saving(lambda number, inner, size: size)
     without_the_idea_most_flops = _saving(lambda number, inner, size: -inner * size)
@@ -362,7 +365,7 @@ class faulty_part:
         SimpleNamespace(model=job.model, forward=lambda model: job.forward(model)[1:])
     )
     right = _found(*_ALL)
-    right_2 = _found(*_ALL, where=lambda job, found: SimpleNamespace(block=float(found[0][0]), part=found[0][1]))
+    right_2 = _found(*_ALL, where=lambda job, found: {"block": float(found[0][0]), "part": found[0][1].upper()})
 
 
 def _moments(job, kind, n):
@@ -416,6 +419,11 @@ class choose:
     a_list_of_known_situations = partial({job: best_choice(job) for job in jobs(random.Random(99))}.get)
     always_full = lambda job: _choose(job, leave=("none", "selective", "first"))
     never_selective = lambda job: _choose(job, leave=("selective",))
+    divisors_alone = lambda job: _choose(job, leave=[f"every:{k}" for k in range(1, job.layers + 1) if job.layers % k])
+    last_segment_is_whole = _peak(
+        lambda job, kind, n, *most: max(*most, kind == "every" and (job.layers - 1) // n * job.boundary + n * job.block)
+    )
+    all_but_two = lambda job: _choose(job, leave=[f"first:{job.layers - 1}"])
     never_segments = lambda job: _choose(job, leave=[f"every:{k}" for k in range(2, job.layers + 1)])
     selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
     ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
@@ -494,12 +502,12 @@ class choose:
     def right_2(job):
         """Solve for n, let selective compete, and try segments last; floats, numpy and an object."""
         if job.layers * job.block + job.head <= job.budget:
-            return SimpleNamespace(strategy="none", peak=float(job.layers * job.block + job.head), extra=0.0)
+            return SimpleNamespace(strategy="None", peak=float(job.layers * job.block + job.head), extra=0.0)
         n = -((job.budget - job.head - job.layers * job.block) // (job.block - job.boundary))
         found = []
         if n < job.layers:
             peak = n * job.boundary + (job.layers - n) * job.block + job.head
-            found.append((n * job.block_flops, peak, f"first: {n}"))
+            found.append((n * job.block_flops, peak, f"First: {n}"))
         stored = job.layers * (job.block - job.core)
         found.append((job.layers * job.core_flops, stored + max(job.head, job.core - job.behind), "selective"))
         k = min(range(1, job.layers + 1), key=lambda k: max(_moments(job, "every", k)))
@@ -516,13 +524,19 @@ SENTENCES = {
     "without_checkpoints": "nothing runs again: wrap the blocks",
     "nothing_is_saved": "FLOPs of the products run again; with the bytes that are left",
     "everything_is_saved": "and so does each output that you save",
-    "one_checkpoint_around_all": "one goes around several",
-    "two_blocks_in_a_checkpoint": "one goes around several",
+    "one_checkpoint_around_all": "give each block one of its own",
+    "two_blocks_in_a_checkpoint": "give each block one of its own",
+    "a_trial_stays_alive": "and so does each output that you save",
+    "another_shape": "Return a tensor like the input",
+    "copies_of_weights": "bytes of what it made are alive",
+    "copy_of_the_input_needs_no_gradient": "what backward returned for it was None",
+    "divisors_alone": "Segments cost the same FLOPs whatever their length",
+    "last_segment_is_whole": "The last segment may be shorter",
+    "all_but_two": "All but the last may run again",
     "other_masks": "the replay needs forward's random numbers",
     "inputs_of_blocks_forgotten": "the inputs of blocks count too",
     "activations_saved_too": "and so does each output that you save",
     "without_the_idea_first_come": "of two outputs of as many bytes keep",
-    "without_the_idea_every_second": "of two outputs of as many bytes keep",
     "without_the_idea_the_largest": "of two outputs of as many bytes keep",
     "without_the_idea_the_smallest": "of two outputs of as many bytes keep",
     "without_the_idea_most_flops": "of two outputs of as many bytes keep",
