@@ -3,12 +3,15 @@
 # ruff: noqa: E731
 
 import math
+from collections import namedtuple
+from enum import Enum
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from lablib.calc.parallel import split_heads
 from lablib.checks.rung03 import _IMPOSSIBLE, _jobs
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import listed
@@ -102,23 +105,22 @@ class split_mlp:
     g_in_place_of_f = lambda *case: _half(*case, enter=lambda x, group: reduce_from_tp(x, group))
     fetches_every_part = lambda *case: _half(*case, leave=_fetched)
 
-    over_the_whole_job = lambda *case: _half(
-        *case, leave=lambda y, group: _Around.apply(y, group, _summed_everywhere, _same)
-    )
+    over_the_whole_job = lambda *case: _half(*case, leave=lambda y, g: _Around.apply(y, g, _summed_everywhere, _same))
     counts_the_ranks_of_the_job = lambda *case: _half(*case, cut=lambda size, group: _mine(size, None))
     f_twice = lambda x, *others: _half(copy_to_tp(x, others[-1]), *others)
     bias_in_every_part = lambda *case: _half(*case, after=False)
     # The sum is right, and each rank finds a part of the bias's gradient.
     bias_shared_out = lambda *case: _half(*case[:4], case[4] / case[5].size(), case[5], after=False)
 
-    its_own_rank_of_the_job = lambda *case: _half(
-        *case, cut=lambda *_: slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    )
-
+    its_own_rank_of_the_job = lambda *case: _half(*case, cut=lambda size, _: slice(size // 3 * dist.get_rank(), size))
+    width_written_out = lambda *case: _half(*case, cut=lambda _, g: slice(4 * g.rank(), 4 * g.rank() + 4))
+    unequal_shares = lambda *case: _half(*case, cut=lambda n, g: [slice(2), slice(2, n - 2), slice(n - 2, n)][g.rank()])
+    x_detached = lambda x, *others: _half(x.detach(), *others, enter=_same)
+    whole_and_no_relu = lambda *case: F.linear(F.linear(*case[:3]), *case[3:5])
+    twice_as_much_behind_rank_0 = lambda *case: _half(*case) * (1 + (case[5].rank() > 0))
+    nothing_in_the_sum = lambda *case: reduce_from_tp(0 * case[0], case[5]) + case[4]
     bias_shared_out_after_the_sum = lambda *case: _half(*case[:4], case[4] / case[5].size(), case[5])
-    the_sum_on_rank_0 = lambda *case: _half(
-        *case, leave=lambda y, g: y + (_summed(y, g) - y.detach()) * (g.rank() == 0)
-    )
+    the_sum_on_the_last = lambda *c: _half(*c, leave=lambda y, g: y + (g.rank() == 2) * (_summed(y, g) - y.detach()))
 
     def bias_on_rank_0(x, up, up_bias, down, down_bias, group):
         share = down_bias if group.rank() == 0 else torch.zeros_like(down_bias)
@@ -165,9 +167,9 @@ class split_mlp:
         y[mine] = F.linear(torch.relu(F.linear(copy_to_tp(x, group)[mine], up, up_bias)), down)
         return reduce_from_tp(y, group) + down_bias
 
-    def without_the_idea_rank_0_alone(x, up, up_bias, down, down_bias, group):
+    def without_the_idea_the_last_rank_alone(x, up, up_bias, down, down_bias, group):
         x = copy_to_tp(x, group)
-        y = F.linear(torch.relu(F.linear(x, up, up_bias)), down) if group.rank() == 0 else 0 * x
+        y = F.linear(torch.relu(F.linear(x, up, up_bias)), down) if group.rank() == 2 else 0 * x
         return reduce_from_tp(y, group) + down_bias
 
     def rows_first_and_a_sum_before_the_relu(x, up, up_bias, down, down_bias, group):
@@ -214,7 +216,7 @@ class split_mlp:
         first, bias = placed(up.chunk(t)[r], Shard(0)), placed(up_bias.chunk(t)[r], Shard(0))
         inner = torch.relu(F.linear(placed(x, Replicate()), first, bias))
         y = F.linear(inner, placed(down.chunk(t, dim=1)[r], Shard(1)))
-        return y.redistribute(placements=[Replicate()]).to_local() + down_bias
+        return y.redistribute(placements=[Replicate()]) + placed(down_bias, Replicate())
 
     def right_2(x, up, up_bias, down, down_bias, group):
         """Chunks; in-place g; f from a reduce-scatter and an all-gather; the bias added on rank 0 for its value."""
@@ -223,6 +225,10 @@ class split_mlp:
         part = F.linear(inner, down.chunk(t, dim=1)[r])
         dist.all_reduce(part, group=group)
         return torch.add(down_bias, part)
+
+
+_Triple, _Finding = namedtuple("_Triple", "sum_over key_rows query_rows"), namedtuple("_Finding", "ranks way module")
+_Way = Enum("_Way", {"forward": "Forward ", "backward": "BACKWARD"}, type=str)
 
 
 def _rows(heads, width):
@@ -253,6 +259,7 @@ def _laid_out(refuses):
     return answer
 
 
+_LISTED = [(h, k, t) for h, k, _, t in _IMPOSSIBLE]
 _even = _laid_out(lambda heads, keys, tp: heads % tp or (keys % tp and tp % keys))
 
 
@@ -263,8 +270,16 @@ class split_qkv:
         q, kv = num_heads * head_dim, num_kv_heads * head_dim
         return [(range(q * r // tp, q * (r + 1) // tp), range(kv * r // tp, kv * (r + 1) // tp), []) for r in range(tp)]
 
+    first_rows_of_heads = lambda *case: [(q[:: case[2]], k[:: case[2]], over) for q, k, over in _even(*case)]
+    last_row_first = lambda *case: [(q[::-1], k[::-1], over) for q, k, over in _even(*case)]
+    a_list_for_query_heads = _laid_out(lambda h, k, t: (k % t and t % k) or (h, k, t) in _LISTED)
+
+    def without_the_idea_asks_lablib(heads, keys, width, tp):
+        rows = [(_rows(rank.queries, width), _rows(rank.keys, width)) for rank in split_heads(heads, keys, tp)]
+        return [(q, k, [r for r, (_, other) in enumerate(rows) if other == k]) for q, k in rows]
+
     keys_before_queries = lambda *case: [(keys, queries, over) for queries, keys, over in _even(*case)]
-    without_the_idea_a_list_of_refusals = _laid_out(lambda *case: case in [(h, k, t) for h, k, _, t in _IMPOSSIBLE])
+    without_the_idea_a_list_of_refusals = _laid_out(lambda *case: case in _LISTED)
     # Twice: as copies on all ranks, whose gradients all ranks sum.
     every_key_head_everywhere = lambda *case: [(q, range(case[1] * case[2]), range(case[3])) for q, *_ in _even(*case)]
 
@@ -340,13 +355,11 @@ class split_qkv:
         return list(zip(queries, keys, who, strict=True))
 
     def right_3(num_heads, num_kv_heads, head_dim, tp):
-        """Fourth: slices, by name, the sum without the rank itself."""
+        """Fourth: slices, by name, the sum without the rank itself; the last rank first."""
         ranks = split_qkv.right(num_heads, num_kv_heads, head_dim, tp)
         rows = [[slice(rows[0], rows[-1] + 1) for rows in pair] for *pair, _ in ranks]
-        return [
-            {"sum_over": {o for o in over if o != r}, "key_rows": rows[r][1], "query_rows": rows[r][0]}
-            for r, (*_, over) in enumerate(ranks)
-        ]
+        triples = [_Triple({o for o in over if o != r}, *rows[r][::-1]) for r, (*_, over) in enumerate(ranks)]
+        return dict(reversed(list(enumerate(triples))))
 
     def right_4(num_heads, num_kv_heads, head_dim, tp):
         """Whole groups dealt out in turn, where there are enough: another layout that meets every condition."""
@@ -442,9 +455,9 @@ class write_plan:
         styles, _, _ = _styles()
         return _plan(out=styles.ColwiseParallel())
 
-    def gathers_the_logits(model):
+    def sums_the_logits(model):
         styles, replicate, _ = _styles()
-        return _plan(out=styles.ColwiseParallel(output_layouts=replicate))
+        return _plan(out=styles.RowwiseParallel(input_layouts=replicate))
 
     def rows_before_columns(model):
         styles, replicate, _ = _styles()
@@ -588,6 +601,8 @@ class find_fault:
     all_ranks_always = _finding(ranks=[0, 1])
     a_half = lambda job, group: (found := _finding()(job, group)) and (found[0][0], *found[1:])
     no_name_of_the_job = lambda job, group: (found := _finding()(job, group)) and (f"layers.{found[0]}", *found[1:])
+    short_for_the_way = lambda job, group: (found := _finding()(job, group)) and (found[0], found[1][:3], found[2])
+    up_for_inner = lambda j, g: (found := _finding()(j, g)) and (found[0].replace("inner", "up"), *found[1:])
     right = _finding(above=1e-4)
 
     def right_2(job, group):
@@ -597,24 +612,24 @@ class find_fault:
         if not off:
             return None
         (name, way), _ = off[0]
-        return {"way": way.title(), "module": name, "ranks": {r for place, r in off if place == off[0][0]}}
+        return _Finding({r for place, r in off if place == off[0][0]}, _Way[way], f" {name}")
 
 
 DEFECTS, SECOND_SOLUTIONS = listed(split_mlp, split_qkv, write_plan, find_fault)
 
 SENTENCES = {
     "over_the_whole_job": "A collective runs over all ranks of the job",
-    "bias_shared_out_after_the_sum": "shared out after the sum", "the_sum_on_rank_0": "Only the ranks before",
+    "bias_shared_out_after_the_sum": "shared out after the sum", "the_sum_on_the_last": "needs the whole sum",
     "keys_before_queries": "key heads that do not exist", "without_the_idea_a_list_of_refusals": "a ValueError",
     "without_the_idea_a_list_of_jobs": "You find nothing in a job",
-    "counts_the_ranks_of_the_job": "The part is counted over the ranks of the whole job",
-    "its_own_rank_of_the_job": "The part is counted over the ranks of the whole job",
-    "without_the_idea_all_compute_all_and_average": "12 of the 12 rows of `up` have a gradient. Each rank takes 4",
-    "without_the_idea_a_mask_on_the_whole_product": "Take the part before the product, not after it",
-    "without_the_idea_a_mask_on_the_product_value_by_value": "Take the part before the product, not after it",
-    "no_gradient_through_the_sum": "no gradient gets through the sum",
-    "without_the_idea_data_parallel": "Right, and no tensor parallelism: on rank 0",
-    "without_the_idea_rank_0_alone": "on rank 0 12 of the 12 rows of `up` have a gradient",
+    "counts_the_ranks_of_the_job": "as when parts are counted over the ranks of the whole job",
+    "its_own_rank_of_the_job": "as when parts are counted over the ranks of the", "unequal_shares": "on rank 0 2 of the",
+    "without_the_idea_all_compute_all_and_average": "rows of `up` have a gradient. Each rank takes",
+    "without_the_idea_a_mask_on_the_whole_product": "as when the part is taken behind the product",
+    "without_the_idea_a_mask_on_the_product_value_by_value": "as when the part is taken behind the product",
+    "no_gradient_through_the_sum": "on rank 0 0 of", "x_detached": "backward sends nothing", "nothing_in_the_sum": "0 of the",
+    "without_the_idea_data_parallel": "Forward is right, and on rank 0 ", "whole_and_no_relu": "The ReLU is missing",
+    "without_the_idea_the_last_rank_alone": "on rank 0 0 of the", "twice_as_much_behind_rank_0": "not all ranks do",
     "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
     "without_the_idea_no_copy_is_summed": "its gradient is off by ",
     "without_the_idea_every_rank_sums": "which holds other key heads",
@@ -623,22 +638,22 @@ SENTENCES = {
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
     "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist", "fetches_every_part": "a rank sends",
-    "without_the_idea_an_empty_plan": "Nothing is split: each rank holds all",
-    "without_the_idea_tokens_and_no_weights": "Nothing is split",
+    "without_the_idea_an_empty_plan": "No weight is split: each rank holds all",
+    "without_the_idea_tokens_and_no_weights": "No weight is split", "without_the_idea_asks_lablib": "ready-made",
     "without_the_idea_gathers_after_each_layer": "what leaves the columns is what the rows want",
-    "one_layer_only": "holds all of `layers.1.attn.wq.weight`",
-    "names_of_another_model": "`layers.*.attention.q` names no module",
+    "one_layer_only": "holds all of `layers.1.attn.wq.weight`", "names_of_another_model": "`layers.*.attention.q` names no",
     "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "share one gather",
     "forgets_the_norm_of_heads": "only a part of the gradient of `layers.0.attn.q_norm.weight`",
     "forgets_a_norm_of_tokens": "only a part of the gradient of `layers.0.ln2.weight`",
-    "local_logits": "plain tensors of 24 columns", "gathers_the_logits": "The logits are gathered",
-    "without_the_idea_all_is_well": "You find nothing in a job",
-    "without_the_idea_always_the_same": "of a job that is healthy",
+    "local_logits": "plain tensors of 24 columns", "sums_the_logits": "have all 48 columns",
+    "without_the_idea_all_is_well": "You find nothing in a job", "without_the_idea_always_the_same": "of a job that is healthy",
     "without_the_idea_the_loss_alone": "You find nothing in a job", "without_the_idea_asks_the_check": "This asks the check",
     "without_the_idea_reads_how_it_was_made": "This asks the check", "a_half": "is a whole half",
-    "no_name_of_the_job": "or no module", "forward_alone": "backward has faults of its own",
-    "to_the_last_digit": "of a job that is healthy", "each_rank_for_itself": "Ranks say different things",
-    "between_ranks_alone": "You find nothing in a job", "the_last_one": "its inputs are wrong already",
+    "first_rows_of_heads": "are not whole heads", "last_row_first": "are not whole heads",
+    "a_list_for_query_heads": "would cut through a query head", "up_for_inner": "hands on right values",
+    "short_for_the_way": "Return None for a healthy job", "no_name_of_the_job": "or no module",
+    "forward_alone": "backward has faults of its own", "to_the_last_digit": "of a job that is healthy",
+    "each_rank_for_itself": "Ranks say different", "between_ranks_alone": "You find nothing", "the_last_one": "wrong already",
     "all_ranks_always": "compare each rank's values", "gradients_first": "The fault is in forward",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",
 }  # fmt: skip
