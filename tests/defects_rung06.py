@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lablib.checks.rung06 import situations
+from lablib.checks.rung06 import models, situations
 from lablib.launch.fsdp import shard
 from lablib.launch.measure import record_comms
 from tests.planted import asked, listed
@@ -49,6 +50,9 @@ def _size(module):
     return sum(p.numel() for p in module.parameters())
 
 
+_PRINTED = [str(made.build()) for made in models()]
+
+
 class apply_fsdp:
     without_the_idea_one_call = lambda model, mesh, most, fp32: fully_shard(model, mesh=mesh, mp_policy=_BF16) and None
     without_the_idea_shard_of_lablib = lambda model, mesh, most, fp32: shard(
@@ -68,6 +72,7 @@ class apply_fsdp:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(4)))
 
+    without_the_idea_by_heart = lambda model, *case: _wrap(model, *case, kept=str(model) not in _PRINTED)
     tables_in_the_root = lambda *case: _wrap(*case, tables=False)
     experts_uncut = lambda *case: _wrap(*case, cut=False)
     a_tied_table_torn = lambda *case: _wrap(*case, ties=False)
@@ -81,6 +86,8 @@ class apply_fsdp:
     no_policy = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy())
     sums_in_bf16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     router_in_bf16 = lambda model, mesh, most, fp32: _wrap(model, mesh, most, ())
+    in_fp16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    policies_swapped = lambda *case: _wrap(*case, policy=_FP32 if case[3] else _BF16, full=_BF16)
     one_axis = lambda model, mesh, most, fp32: _wrap(model, None, most, fp32)
 
     def cast_before(model, mesh, most, fp32):
@@ -157,6 +164,9 @@ def _step_calls(job):
     return log.calls
 
 
+_What = Enum("_What", {what: what for what in ("stale", "still", "apart")}, type=str)
+
+
 class find_fault:
     without_the_idea_healthy = lambda job: None
     without_the_idea_a_guess = lambda job: {"unit": "blocks.1", "what": "stale"}
@@ -226,7 +236,7 @@ class find_fault:
         rows = [starts, [_rows(block) for block in model.blocks]]
         stale = [(computed[i] - each).norm().item() > 0 for i, each in enumerate(full)]
         found = _first("stale", stale) or _first("still", _still(rows)) or _first("apart", _apart(rows))
-        return found and (found["unit"], found["what"])
+        return found and (found["unit"], _What(found["what"]))
 
 
 def _write(disk, rank, ranks, step, state, barrier, *, folder="tmp", clear=True, wait_after_clear=True, wait=True,
@@ -263,6 +273,9 @@ class write_checkpoint:
     clears_while_others_write = lambda *args: _write(*args, wait_after_clear=False)
     without_the_optimizer = asked(_write, content=lambda state, step: {"model": state["model"], "step": step})
     without_the_step = asked(_write, content=lambda state: dict(state))
+    always_step_50 = asked(_write, step=50)
+    zeros_before_the_step = asked(_write, step=lambda step: f"{step:08d}")
+    state_under_model = asked(_write, content=lambda state, step: {"model": state, "optimizer": state, "step": step})
     everybody_publishes = asked(_write, publishers=lambda ranks: range(ranks))
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
@@ -451,30 +464,31 @@ DEFECTS, SECOND_SOLUTIONS = listed(apply_fsdp, find_fault, write_checkpoint, cho
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "wait in the root",
+    "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "Among them",
     "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "is in no unit",
-    "tables_in_the_root": "wait in the root", "experts_uncut": "is cut", "a_tied_table_torn": "torch stops",
-    "no_call_for_the_model": "comes last", "all_units_kept": "not freed after", "no_policy": "is gathered in fp32",
-    "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "one_axis": "over the `mesh`",
+    "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
+    "no_call_for_the_model": "comes last", "all_units_kept": "not freed after", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
+    "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
     "cast_before": "master weights", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
-    "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "wait in the root", "router_summed_in_bf16": "say `reduce_dtype`",
+    "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",
     "two_shards_of_one_replica": "hold different rows", "a_table_made_before": "unseen",
     "without_the_idea_healthy": "does not see it", "without_the_idea_a_guess": "", "without_the_idea_calls_of_a_step": "",
     "only_who_moves": "does not see it", "only_replicas": "does not see it",
     "no_gradient_is_still": "several causes", "kept_is_stale": "", "each_rank_for_itself": "told to all",
     "another_block": "another block",
     "in_place": "half written", "behind_the_disk": "asks the check", "asks_the_check": "own lists",
-    "leaves_it_under_another_name": "comes from a crashed job",
-    "clears_the_files_of_twice_as_many_ranks": "comes from a crashed job",
-    "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "comes from a crashed job",
+    "leaves_it_under_another_name": "what a crashed job left",
+    "clears_the_files_of_twice_as_many_ranks": "what a crashed job left",
+    "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
-    "old_one_goes_first": "without any checkpoint", "polls": "what waits for the others is a barrier",
-    "writes_for_ever": "never ends",
+    "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "polls": "what waits for the others is a barrier",
+    "writes_for_ever": "never ends", "zeros_before_the_step": "is to be", "state_under_model": "under 'model'",
+    "without_the_idea_by_heart": "not freed after",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
     "without_the_idea_of_one_unit": "waits for the latency",
-    "without_the_idea_of_a_large_part": "One part of a block is large", "without_the_idea_of_overlap": "Small units, freed",
+    "without_the_idea_of_a_large_part": "too large a unit", "without_the_idea_of_overlap": "Small units, freed",
     "without_the_idea_eight_of_a_list": "unseen", "without_the_idea_tries_everything": "each is a run",
     "without_the_idea_one_recipe": "room to keep", "fewest_messages": "room to keep",
     "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
