@@ -151,10 +151,10 @@ class _Failure(str, enum.Enum):  # noqa: UP042
     OVERFLOW, UNDERFLOW, STALL = "overflow", "underflow", "stall"
 
 
-def _mean_over_ranks(model, *_, dtype=torch.float32):
+def _mean_over_ranks(model, *_, dtype=torch.float32, then=torch.Tensor.float):
     for parameter in model.parameters():
         dist.all_reduce(total := parameter.grad.to(dtype))
-        parameter.grad = (total / dist.get_world_size()).float()
+        parameter.grad = then(total / dist.get_world_size()).float()
 
 
 def _step(
@@ -235,6 +235,13 @@ class train_step:
         loss = lambda x, y: F.mse_loss(F.linear(torch.tanh(F.linear(x, model.up.weight)), model.down.weight), y)
         loss.parameters = model.parameters
         _step(loss, *case, dtype=torch.float32)
+
+    rounds_the_mean = lambda *case: _step(*case, average=lambda m: _mean_over_ranks(m, then=torch.Tensor.bfloat16))
+
+    def knows_which_to_skip(model, optimizer, schedule, *case):
+        schedule.calls = getattr(schedule, "calls", 0) + 1
+        then = torch.Tensor.float if schedule.calls in (4, 6) else lambda g: g.nan_to_num(0, 0, 0)
+        _step(model, optimizer, schedule, *case, average=lambda m: _mean_over_ranks(m, then=then))
 
     # Weights go through fp16, which loses small updates, and back.
     half_model = lambda model, *case: _step(model, *case) or model.half()
@@ -499,6 +506,7 @@ def _recipe(units, layers, limit, errors=_of_three, worst=max, scales=True, kept
 
 
 class block_recipe:
+    two_turned = lambda *case: _recipe(*case, errors=lambda *each: _of_three(*each, turned=(3, 5)))
     turns_w_in_forward, turns_g_in_g_w, turns_w_in_g_w, turns_x_in_the_weights_gradient = (
         lambda *case, k=k: _recipe(*case, errors=lambda *each: _of_three(*each, turned=[k])) for k in (1, 2, 3, 5)
     )
@@ -525,7 +533,7 @@ class block_recipe:
     keeps_bf16 = lambda *case: _recipe(*case, kept="bf16")
     keeps_no_scales = lambda *case: _recipe(*case, scales=False)
     most_bits_first = lambda *case: _recipe(*case, order=("mxfp8", "fp8", "nvfp4"))
-    int8_for_all = lambda units, layers, limit: {"formats": dict.fromkeys(layers, "int8"), "kept": 1}
+    int8_for_all = lambda units, layers, limit: {"formats": {name: ["int8"] for name in layers}, "kept": 1}
 
     def right(units, layers, limit):
         """Second solution: torch.linalg, a table of bits, and the layers backwards."""
@@ -556,11 +564,11 @@ DEFECTS, SECOND_SOLUTIONS = listed(what_breaks, train_step, lost_bits, block_rec
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "bf16_with_the_range_of_fp16": "bf16 reaches", "no_subnormals_at_all": "subnormals", "scales_activations_too": "for gradients",
+    "bf16_with_the_range_of_fp16": "bf16 reaches", "no_subnormals_at_all": "subnormals", "scales_activations_too": "is not for",
     "scaling_only_helps": "large gradients too", "a_master_copy_does_not_help": "master copy",
     "without_the_idea_bf16_never_breaks": "nothing moves", "names_without_end": "never ends",
     "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap",
-    "without_the_idea_forward_alone": "forward alone", "without_the_weights_gradient": "sums over tokens",
+    "without_the_idea_forward_alone": "forward alone would", "without_the_weights_gradient": "sums over tokens", "two_turned": "would get",
     "quantizes_each_matrix_once": "quantized once", "errors_of_matrices": "single matrices", "the_mean_of_three": "hides the worst",
     "backward_alone": "x wᵀ is left out", "g_w_alone": "x wᵀ is left out", "a_list_of_jobs": "loses bits",
     "x_in_e5m2": "fewer bits than bf16",
@@ -572,13 +580,13 @@ SENTENCES = {
     "never_unscales": "nobody divided them", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
     "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
     "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "cleared in between",
-    "averages_in_every_micro_batch": "not for the price", "half_model": "no longer fp32",
+    "averages_in_every_micro_batch": "not for the price", "half_model": "no longer the bits",
     "without_the_idea_reads_dtypes": "loses bits", "accuses_products": "healthy", "never_looks_at_the_average": "average over ranks has",
     "never_looks_at_forward": "whatever its dtype", "never_looks_at_gradients": "has zeros", "never_looks_at_weights": "a weight lands",
     "the_last_and_not_the_first": "stays lost", "the_first_module_of_all": "the module is not", "compares_ranks": "of its own",
     "asks_the_check": "asks the check", "asks_the_check_for_its_answer": "asks the check", "averages_in_fp64": "in fp32",
     "averages_in_bf16": "lose bits on their way",
-    "zeroes_infinities": "overflowed", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "along its outputs",
+    "zeroes_infinities": "overflowed", "knows_which_to_skip": "overflowed", "rounds_the_mean": "lose bits", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "along its outputs",
     "turns_w_in_g_w": "along its inputs", "turns_x_in_the_weights_gradient": "quantizes x along", "reads_what_a_part_does": "asks the check",
     "every_difference_from_the_exact_model": "noise", "everybody_says_what_one_found": "of its own", "returns_as_soon_as_it_finds": "return then",
 }  # fmt: skip

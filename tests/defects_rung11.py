@@ -243,6 +243,9 @@ class keep_training:
     )
     rank_0_writes_it_all = _gathered
     takes_all_steps_again = _again
+    never_shards = lambda task, folder: task.log(1, task.loss(task.model(), task.order(0)[:6]))
+    drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
+    rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
     def right(task, folder):
         """Second solution: one Stateful object, PyTorch's schedule, contiguous shares, and the save after the log."""
@@ -684,13 +687,14 @@ class audit_mfu:
 DEFECTS, SECOND_SOLUTIONS = listed(observe_scaling, keep_training, diagnose, audit_mfu)
 #: What the learner reads of some of them.
 SENTENCES = {
-    "without_the_idea_weights_are_all": "optimizer's moments", "begins_again": "it loads nothing",
+    "without_the_idea_weights_are_all": "optimizer's moments", "begins_again": "goes on with step 1:",
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
+    "never_shards": "not sharded", "drops_nothing_out": "those without it", "rank_0_logs": "by one rank and not by another",
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "plus 1e-6",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",

@@ -36,6 +36,8 @@ from lablib.launch.precision import product_error, through
 
 __all__ = ["LowPrecisionJob", "Network", "block_recipe", "lost_bits", "train_step", "what_breaks"]
 
+_NEW = random.SystemRandom()  # something is drawn anew in every call, so that answers to what was seen are none
+
 
 # --- what breaks --------------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ def _situations(dice: random.Random, count: int) -> list[_Case]:
 )
 def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
-    cases = _situations(random.Random(seed), 250) + _situations(random.Random(), 27)[7:]  # no list has the last
+    cases = _situations(random.Random(seed), 250) + _situations(_NEW, 27)[7:]
     for case in cases:
         got, truth = _named(answer(*case)), _truth(case)
         for failure in sorted(got ^ truth):
@@ -127,28 +129,26 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> NoReturn:
              f"{name}, {fmt.max:.4g}", True),
         ],
         ("overflow", False): [
-            (f"The loss scale is for gradients and for nothing else; the activation stays {activation:.3g}, and {name} holds "
-             "it", math.isinf(fmt.round(scale * activation))),
-            (f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g} and scaled gradients up to {scale * large:.3g} "
-             "are within", True),
+            (f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g}, which the loss scale is not for, and gradients "
+             f"up to {large:.3g}, which it makes {scale * large:.3g}, are within", True),
         ],
         ("underflow", True): [
             (f"{scale:g} times {small:.3g} is less than half of {name}'s smallest subnormal, {least}, and becomes zero",
              True),
         ],
         ("underflow", False): [
-            (f"{scale:g} times {small:.3g} does not become zero in {name}: subnormals reach down to {least}, half of that "
-             "still rounds up, and loss scaling counts", True),
+            (f"{scale:g} times {small:.3g} does not become zero in {name}: subnormals reach down to {least}, more than "
+             "half of that rounds up, and loss scaling counts", True),
         ],
         ("stall", True): [
-            (f"A {name} weight of {weight:g} has its next neighbour {gap:.3g} away, and an update of {update:.3g} is less "
-             "than half of that: nothing moves", True),
+            (f"A {name} weight of {weight:g} has its next neighbour {gap:.3g} away, and an update of size {abs(update):.3g} "
+             "is less than half of that: nothing moves", True),
         ],
         ("stall", False): [
             ("With a master copy the update is added in fp32, and small updates are not lost", master),
             (f"An update of {update:.3g} takes the {name} weight {weight:g} down by more than a gap, {gap:.3g}: its size "
              "counts, not its sign", update < -2 * gap),
-            (f"An update of {update:.3g} is over half of the gap at {weight:g} in {name}, {gap:.3g}: it moves", True),
+            (f"An update of size {abs(update):.3g} is over half of the gap at {weight:g} in {name}, {gap:.3g}: it moves", True),
         ],
     }  # fmt: skip
     refuse("", *signs[failure, breaks])
@@ -160,6 +160,7 @@ _RANKS, _MICRO_BATCHES, _MAX_NORM, _START, _INTERVAL = 2, 3, 1.0, 2.0**12, 2
 
 #: What each step meets: gradients that fp16 would lose, that are clipped, or that overflow on one rank in one micro-batch.
 _STEPS = ("plain", "tiny", "large", "rank 1 overflows", "plain", "rank 0 overflows", "tiny", "large")
+_THEN = ("plain", "tiny", "rank 0 overflows", "rank 1 overflows")  # in another order in each call
 
 
 class Network(nn.Module):
@@ -177,9 +178,9 @@ class Network(nn.Module):
         return functional.mse_loss(found.float(), y)
 
 
-def _micro_batches(seed: int, step: int) -> list[list[tuple[Tensor, Tensor]]]:
+def _micro_batches(seed: int, step: int, kind: str) -> list[list[tuple[Tensor, Tensor]]]:
     """Return the micro-batches of each rank."""
-    dice, kind = torch.Generator().manual_seed(100 * seed + step), _STEPS[step]
+    dice = torch.Generator().manual_seed(100 * seed + step)
     inputs, targets = {"tiny": (1e-3, 1e-3), "large": (1.0, 10.0)}.get(kind, (1.0, 1.0))
     made = []
     for rank in range(_RANKS):
@@ -195,7 +196,7 @@ def _flat(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([torch.zeros(1) if each is None else each.detach().float().flatten() for each in tensors])
 
 
-def _train_on_a_rank(answer: Callable, seed: int) -> list[dict]:
+def _train_on_a_rank(answer: Callable, seed: int, steps: tuple[str, ...]) -> list[dict]:
     """Run the steps on this rank; return what the optimizer was given, and the gradients of all micro-batches in fp32."""
     torch.manual_seed(seed)
     model, given, found = Network(), [], []
@@ -203,8 +204,8 @@ def _train_on_a_rank(answer: Callable, seed: int) -> list[dict]:
     optimizer.register_step_pre_hook(lambda *_: given.append(_flat(p.grad for p in model.parameters())))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.9**steps)
     scaler = torch.amp.GradScaler("cpu", init_scale=_START, growth_interval=_INTERVAL)
-    for step in range(len(_STEPS)):
-        parts, mine = _micro_batches(seed, step), dist.get_rank()
+    for step, kind in enumerate(steps):
+        parts, mine = _micro_batches(seed, step, kind), dist.get_rank()
         exact = torch.stack([
             torch.stack([_flat(torch.autograd.grad(model(x, y), list(model.parameters()))) for x, y in own]) for own in parts
         ])  # fmt: skip
@@ -237,33 +238,34 @@ def _clipped(gradient: Tensor) -> Tensor:
 )
 def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
     """Judge `train_step(model, optimizer, schedule, scaler, micro_batches, max_norm)` by steps of it on two ranks."""
-    by_rank, good, before = on_ranks(_train_on_a_rank, _RANKS, answer, seed), 0, None
-    for step, here in enumerate(zip(*by_rank, strict=False)):
-        kind = _STEPS[step]
+    kinds, good, before = (*_STEPS, *_NEW.sample(_THEN, len(_THEN))), 0, None
+    by_rank = on_ranks(_train_on_a_rank, _RANKS, answer, seed, kinds)
+    for step, (kind, *here) in enumerate(zip(kinds, *by_rank, strict=False)):
         good = 0 if "overflows" in kind else good + 1
         _judge_step(here, kind, f"step {step + 1}, {kind}", good == _INTERVAL, before)
         good, before = good % _INTERVAL, here[0]["given"]
-    return f"{len(_STEPS)} steps on {_RANKS} ranks, {sum('overflows' in k for k in _STEPS)} of them skipped by both, though one saw no overflow."
+    return f"{len(kinds)} steps on {_RANKS} ranks, {sum('overflows' in k for k in kinds)} of them skipped by both, though one saw no overflow."
 
 
-def _judge_step(here: tuple[dict, ...], kind: str, case: str, grows: bool, before: list[Tensor] | None) -> None:
+def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: list[Tensor] | None) -> None:
     first, scale = here[0], here[0]["scale"]
     steps, dtypes = [len(each["given"]) for each in here], set().union(*(each["dtypes"] for each in here))
     overflow, other = "overflows" in kind, dtypes - {torch.float16}
+    became = " and ".join(f"{each['became']:g}" for each in here)
     ran = ", ".join(sorted(str(d).removeprefix("torch.") for d in other))
     wanted, full = scale / 2 if overflow else 2 * scale if grows else scale, 4 * first["weights"].numel()
     refuse(
         case,
         ("The model was not called", not dtypes),
         (f"The products ran in {ran}: run the model under autocast in float16, whose gradients the scaler is for", bool(other)),
-        ("The weights are no longer fp32: autocast casts at operators, and small updates need the bits",
+        ("The weights have no longer the bits of fp32: autocast casts at operators, and small updates need them",
          any(each["kept"] != {torch.float32} or torch.equal(each["weights"], each["weights"].half().float()) for each in here)),
-        (f"Ranks decide for themselves, and took {steps[0]} and {steps[1]} steps: an infinity of one rank has to reach all "
-         "before the scaler looks, so average first and unscale then", steps[0] != steps[1]),
+        (f"The ranks took {steps[0]} and {steps[1]} steps: they decide alike if what one of them sees, as an infinity, "
+         "reaches all before the scaler looks, so average first and unscale then", steps[0] != steps[1]),
         ("A gradient overflowed, and the step was taken: leave the infinity where it is, and let `scaler.step` decide",
          overflow and steps[0]),
-        ("All gradients are finite, and the step was skipped: is an old infinity still in them? Clear them in every step",
-         not overflow and not steps[0]),
+        ("No step was taken, though gradients of the scaled loss fit in fp16 here: `scaler.step` takes it, unless an infinity of "
+         "a step before is still in them, or they were scaled twice", not overflow and not steps[0]),
         (f"The optimizer stepped {steps[0]} times: once a step, when all micro-batches have added their gradient", steps[0] > 1),
     )  # fmt: skip
     if not overflow:
@@ -271,16 +273,18 @@ def _judge_step(here: tuple[dict, ...], kind: str, case: str, grows: bool, befor
             _judge_gradient(each, rank, case, before)
     refuse(
         case,
-        (f"The scale went from {scale:g} to {first['became']:g}, and should be {wanted:g}: `update` once a step, also in a step "
-         "that was skipped", first["became"] != wanted),
+        (f"The scale of the ranks went from {scale:g} to {became}, and should be {wanted:g}: `update` once a step, also in a step "
+         "that was skipped", any(each["became"] != wanted for each in here)),
         ("The step was skipped, and the schedule moved: the learning rate counts steps that were taken",
-         overflow and first["counted"]),
-        (f"The schedule moved {first['counted']} times in a step that was taken", not overflow and first["counted"] != 1),
+         overflow and any(each["counted"] for each in here)),
+        ("In a step that was taken each rank's schedule moves once", not overflow and any(each["counted"] != 1 for each in here)),
         ("The weights of the two ranks differ", not torch.equal(first["weights"], here[1]["weights"])),
-        (f"Right, but not for the price: {first['sent']:,.0f} bytes a rank, and one average of all gradients takes {full:,}. "
-         "Average once, in fp32, when the last micro-batch is done", first["sent"] > 1.5 * full),
-        (f"The gradients lose bits on their way, though the mean is right to two percent: a rank sends {first['sent']:,.0f} bytes, "
-         f"and four for each weight are {full:,}. Average in fp32", not overflow and 0 < first["sent"] < full),
+        (f"Right, but not for the price: {first['sent']:,.0f} bytes a rank, and one average of all gradients in fp32 takes "
+         f"{full:,}, when the last micro-batch is done", first["sent"] >= 2 * full),
+        ("The gradients lose bits on their way, though the mean is right to two percent: a rank sends less than four bytes for "
+         "each weight, or what the optimizer gets fits in 16 bits. Average in fp32",
+         not overflow and (0 < first["sent"] < full or any(torch.equal(x, _coarse(x, d)) for x in [first["given"][0] * scale]
+                                                           for d in (torch.bfloat16, torch.float16)))),
     )  # fmt: skip
 
 
@@ -464,13 +468,11 @@ class LowPrecisionJob(Sealed):
 def _read_loss(got: Any) -> tuple[str, str] | None:
     if got is None:
         return None
-    told = (
-        f'Return None where this rank is well, or the name of the module, as "0.norm", and one of {", ".join(_PHASES)}.'
-    )
+    told = f'Return None where a rank is well, or the name of the module, as "0.norm", and one of {", ".join(_PHASES)}.'
     module, phase = pair(got, told, "module", "phase")
-    if str(phase) not in _PHASES:
+    if phase not in _PHASES:
         raise Wrong(told)
-    return str(module).removesuffix(".weight"), str(phase)
+    return str(module).removesuffix(".weight"), _PHASES[_PHASES.index(phase)]
 
 
 _OVERLOOKED = {
@@ -490,13 +492,13 @@ _OVERLOOKED = {
     kind="fault",
 )
 def lost_bits(answer: Callable[[LowPrecisionJob], Any], seed: int = 88) -> str:
-    """Judge `lost_bits(job)`, which both ranks call for eleven jobs, one of them healthy."""
+    """Judge `lost_bits(job)`, which both ranks call for fixed jobs, one of them healthy, and for one new one of each fault."""
     dice = random.Random(seed)
     drawn = [5 * (2 * dice.randrange(100) + on_all) + kind for kind in range(1, 5) for on_all in (0, 1)]
     drawn.append(5 * dice.randrange(100))
     dice.shuffle(drawn)
-    new = random.Random()  # two jobs that no list of answers has
-    drawn += [5 * new.randrange(500, 10**6) + kind for kind in new.sample(range(1, 5), 2)]
+    new = {(_fault(n)[0], _fault(n)[1][2:]): n for n in _NEW.sample(range(2500, 10**7), 500) if _fault(n)[0]}
+    drawn += new.values()
     asked = ask_ranks(answer, 2, drawn, make=LowPrecisionJob)
     for number, said in zip(drawn, asked, strict=True):
         phase, module, ranks = _fault(number)
@@ -516,11 +518,10 @@ def _judge_loss(found: tuple[str, str] | None, rank: int, phase: str, module: st
     name, theirs = found
     refuse(
         "",
-        (f"You accuse {name} of a job that is healthy: products of `up` and `down` are meant to be bf16, and so are their weights' "
-         "gradients until they are averaged", not phase),
+        (f"You accuse {name} of a job that is healthy, in {theirs}: products of `up` and `down` are meant to be bf16, and so are "
+         "their weights' gradients until they are averaged; before the first update all weights have the bits of bf16", not phase),
         (f"Rank {rank} is healthy, and you accuse its {name}; the other rank is not: look at what a rank has of its own, and expect "
-         "noise in all that comes through `up` and `down`",
-         rank not in ranks),
+         "noise in all that comes through `up` and `down`", rank not in ranks),
         (f"The bits are lost in {phase}, and you say {theirs}: what was lost stays lost in what follows, and what is meant to be "
          "bf16 has lost nothing", theirs != phase),
         (f"The phase is right, and the module is not {name}", name != module),
@@ -652,25 +653,23 @@ def _explain_recipe(
     def of_factors(form: str, each: tuple[Tensor, Tensor, Tensor]) -> tuple[float, ...]:
         return tuple(product_error(through(form, m, gradient=k == 2), m) for k, m in enumerate(each))
 
-    known = got in ("bf16", *_FORMATS)
+    refuse("", (f"{got!r} is none of nvfp4, mxfp8, fp8 and bf16", got not in ["bf16", *_FORMATS]))
     worst = {f: max(zip(_errors(f, layer), products, strict=True)) for f in {got, right} if f in _FORMATS}
     shown = {f: f"{error:.3f} in {product}" for f, (error, product) in worst.items()}
     refuse(
         f"layer {name!r}; {where}",
-        (f"{got!r} is none of nvfp4, mxfp8, fp8 and bf16", not known),
-        (f"This GPU has no matrix units for {got}: it would store the format and gain nothing", got != "bf16" and got not in units),
-        ("That looks at forward alone: the gradients g w and gᵀ x are matmuls of the layer too",
+        (f"This GPU has no matrix units for {got}", got != "bf16" and got not in units),
+        ("These are the formats that forward alone would get: the gradients g w and gᵀ x are matmuls of the layer too",
          with_(lambda f, each: _errors(f, each)[:1])),
-        ("Forward and g w are not all: the weight's gradient sums over tokens, and quantizes x along them",
+        ("These are the formats that x wᵀ and g w would get: the weight's gradient sums over tokens, and quantizes x along them",
          with_(lambda f, each: _errors(f, each)[:2])),
-        ("Each matrix is quantized once, along its rows: a matmul that sums over the other dim needs its factors quantized along "
-         "that one", with_(along_rows)),
-        ("x wᵀ is left out, or quantizes w along its outputs, or those are errors of single matrices: a product of two has another",
+        ("These are the formats if each matrix is quantized once, along its rows: a matmul that sums over the other dim needs its "
+         "factors quantized along that one", with_(along_rows)),
+        ("One gets this if x wᵀ is left out or quantizes w along its outputs, or by errors of single matrices: a product has another",
          with_(of_factors) or any(with_(lambda f, each, k=k: _errors(f, each)[k:]) for k in (1, 2))
          or with_(lambda f, each: _errors(f, each)[1:2])),
-        ("g w is left out, or quantizes w along its inputs, or the mean of three errors hides the worst: one matmul that fails spoils "
-         "the step",
-         with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
+        ("One gets this if g w is left out or quantizes w along its inputs, or the mean of three errors hides the worst: one matmul "
+         "that fails spoils the step", with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
         (f"{got} has an error of {shown.get(got)}, and {limit:g} is allowed; {right} is right", got in worst and worst[got][0] > limit),
         (f"{right} is within the limit, with {shown.get(right)}, and has fewer bits than {got}", True),
     )  # fmt: skip

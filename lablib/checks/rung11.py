@@ -100,7 +100,7 @@ class Task:
         count: Samples of an epoch.
     """
 
-    batch = 12
+    batch, whole = 12, False  # `whole` once the last loss was that of a model that is not sharded
 
     def __init__(self, seed: int, steps: int, save_every: int, count: int, dropout: float = 0.0) -> None:
         self.seed, self.steps, self.save_every, self.count, self.dropout = seed, steps, save_every, count, dropout
@@ -125,6 +125,7 @@ class Task:
     def loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
         """Return the mean loss of some samples."""
         self.read.append(len(samples))
+        self.whole = not hasattr(model, "unshard")
         drawn = [torch.Generator().manual_seed(1000 * self.seed + int(sample)) for sample in samples]
         x = torch.stack([torch.randn(_FEATURES, generator=one, dtype=torch.float64) for one in drawn])
         return (model(x) - x.cumsum(-1).sin()).square().mean()
@@ -134,11 +135,10 @@ class Task:
         self.losses[whole(step, "The step")] = float(loss)
         share, read = self.batch // dist.get_world_size(), sum(self.read)
         self.read.clear()
-        if read != share:
-            raise Wrong(
-                f"A step has {self.batch} samples, {share} for each rank, and a rank computes the loss of {read}."
-            )
-        if step == self.killed_after:
+        refuse("", (f"A step has {self.batch} samples, {share} for each rank; before this `task.log` a rank computes the loss of "
+                    f"{read}", read != share),
+               ("The loss is that of a model that is not sharded: call `fully_shard` on its blocks and on it", self.whole))  # fmt: skip
+        if step and step == self.killed_after:
             raise Killed
 
 
@@ -162,6 +162,9 @@ def _started(
         if not broken:
             raise Wrong(f"A checkpoint stopped it. {readable(error)}") from None
     losses = torch.tensor([task.losses.get(step, -1.0) for step in range(1, task.steps + 1)], dtype=torch.float64)
+    dist.all_reduce(alone := (losses == -1).long())
+    refuse("", ("A step is logged by one rank and not by another: each logs the loss of its own samples",
+                ((alone > 0) & (alone < dist.get_world_size())).any()))  # fmt: skip
     dist.all_reduce(losses)
     return {step: loss.item() / dist.get_world_size() for step, loss in enumerate(losses, 1) if step in task.losses}
 
@@ -235,11 +238,11 @@ def _off(losses: Mapping[int, float], right: Mapping[int, float]) -> int | None:
     "optimizer, the step, from which place and rate follow, and under a name of its own the random state of each rank.",
     kind="work",
 )
-def keep_training(answer: Callable[[Task, str], Any], seed: int = 26) -> str:
+def keep_training(answer: Callable[[Task, str], Any]) -> str:
     """Judge `keep_training(task, folder)` by the losses of runs that are killed, and go on with other numbers of ranks."""
     _is_written(answer, None, "")
-    dice = random.Random(seed)
-    every, count = dice.choice((3, 4)), dice.choice((30, 40, 45))
+    dice = random.SystemRandom()  # no list of losses has them
+    seed, every, count = dice.randrange(10**6), dice.choice((3, 4)), dice.choice((30, 40, 45))
     noisy, plain = (Task(seed, 4 * every, every, count, dropout) for dropout in (0.2, 0.0))
     kill, bad = 2 * every + dice.randint(1, every - 1), 3
     with tempfile.TemporaryDirectory(prefix="keep-") as top:
@@ -255,18 +258,12 @@ def keep_training(answer: Callable[[Task, str], Any], seed: int = 26) -> str:
         off = _off(masked, first["calm"])
         refuse(told, ("With dropout the losses are others after the restart, and without it they are not: the masks are drawn "
                       "from each rank's random state, which a new process has anew", off))  # fmt: skip
-        refuse("", ("Write checkpoints with torch.distributed.checkpoint, from all ranks: a save of this program never passed by "
-                    "there", first["saved"] < bad))  # fmt: skip
-        told, last = f"rank 1 of 2 could not write the save of step {bad * every}", (bad - 1) * every
+        refuse("", ("Write checkpoints with torch.distributed.checkpoint, from all ranks: past "
+                    f"{bad} saves of this program rank 0 wrote {first['saved']} there", first["saved"] < bad))  # fmt: skip
+        told = f"rank 1 of 2 could not write the save of step {bad * every}, and three went on"
         more = functools.partial(_go_on, full=plain)
-        _judge_again(
-            on_ranks(more, 3, answer, first["top"], True, patience=_PATIENCE)[0][0],
-            right,
-            models,
-            plain,
-            last,
-            f"{told}, and three went on",
-        )
+        (cut,) = on_ranks(more, 3, answer, first["top"], True, patience=_PATIENCE)[0]
+        _judge_again(cut, right, models, plain, (bad - 1) * every, told)
     return (
         f"Killed after step {kill} of {noisy.steps} it went on with the losses of the run that nobody disturbed, and after a "
         "save that one rank could not write it went on from the one before, on three ranks."
@@ -279,8 +276,10 @@ def _judge_undisturbed(first: dict, task: Task, right: dict[int, float]) -> None
     crosses = task.count // task.batch + 1
     refuse(
         f"{task.steps} steps, {task.count} samples an epoch, {task.batch} a step",
-        (f"A run that nobody disturbs logs steps 1 to {task.steps}, each once; yours logs {steps[:20]}",
+        (f"A run that nobody disturbs logs steps 1 to {task.steps}, each once; of these yours logs {steps}",
          steps != list(range(1, task.steps + 1))),
+        ("With dropout the losses are those without it: train with the model as it is built",
+         not off and all(abs(loss - before[step]) < _SAME for step, loss in first["calm"].items() if step in before)),
         (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process. A batch that "
          "reaches the end of an epoch goes on in the next, in that one's order", off == crosses),
         (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process: look at which "
@@ -300,15 +299,14 @@ def _judge_again(
     other = [task.loss(models[last], samples).item() for samples in begins] if off == start == last + 1 else []
     refuse(
         told,
-        ("Started again, the program took no step: it found no checkpoint that it could read. A save that is cut short leaves "
-         "files without `.metadata`, and must not touch the one before", not losses),
+        ("Started again, the program took no step" + cut * (", and after a kill it did: a save that is cut short leaves files "
+         "without `.metadata`, and must not touch the one before"), not losses),
         ("Started again, the program begins with step 1, and after a kill it did not: a checkpoint stays until the next one is "
-         "complete", cut and start == 1),
-        ("Started again, the program begins with step 1: it loads nothing", start == 1),
+         "complete, and any number of ranks loads it", cut and start == 1),
         (f"Started again, the program goes on with step {start}, from a save that not every rank could write",
-         start == last + task.save_every + 1),
-        (f"Started again, the program goes on with step {start}: step {last} is the last whose checkpoint is complete, so that "
-         f"step {last + 1} comes next", start != last + 1),
+         cut and start == last + task.save_every + 1),
+        (f"Started again, the program goes on with step {start}: with one every {task.save_every} steps {last} is the last whose "
+         f"checkpoint is complete, and step {last + 1} comes next", start != last + 1),
         (f"Started again, the program logs {len(losses)} steps from step {start} on and not all to step {task.steps}",
          max(losses, default=0) != task.steps or len(losses) != task.steps - last),
         (f"Step {start} is taken with other samples: the place in the data is not where it was",

@@ -549,10 +549,11 @@ def _picked(seed: int) -> list[int]:
 )
 def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     """Judge `find_wrong_block(job)`, which runs on each of four ranks, on jobs of every kind and a healthy one."""
-    numbers_ = _picked(seed)
+    new = [number for number in random.SystemRandom().sample(range(10**6), 60) if _drawn(number)]  # in no table
+    numbers_ = [*_picked(seed), *new[:2]]
     for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, make=job), strict=True):
         _judge_fault(said[0], _drawn(number))
-    return ("Four sick jobs and a healthy one. `keys`: a later step had the causal triangle of step 0. `weights`: one log-sum-exp "
+    return ("Six sick jobs and a healthy one. `keys`: a later step had the causal triangle of step 0. `weights`: one log-sum-exp "
             "came in base 2, as some kernels give it (sglang#40903). `gradients`: the keys' gradient of one step never left the "
             "rank; diffusers#14265 had wrong ones for all remote keys, behind a forward pass without fault.")  # fmt: skip
 
@@ -579,12 +580,12 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
          "gradient through all below. Give each layer's attention inputs of your own", layer != fault.layer),
         ("That rank owns the keys of the wrong block. Asked is the one that attends to them", rank == source != fault.rank),
         ("The rank is another: its queries are the rows in which the matrix of weights is wrong", rank != fault.rank),
-        ("That is the rank whose keys they are; in step j rank r has those of rank r - j", step == source != fault.step),
-        ("That is the step if blocks went the other way; in step j rank r has the keys of rank r - j", step == -fault.step % _RANKS != fault.step),
-        ("The step is another. In backward the weights of one block are missing, and all others are right",
+        (f"The step is another: in step j rank r has the keys of rank r - j, in step {step} those of rank {(rank - step) % _RANKS}. "
+         "In backward the weights of one block are missing, and all others are right",
          step != fault.step and fault.what == "gradients"),
-        ("The step is another. A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the "
-         "block with another factor is it", step != fault.step),
+        (f"The step is another: in step j rank r has the keys of rank r - j, in step {step} those of rank {(rank - step) % _RANKS}. "
+         "A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the block with another factor "
+         "is it", step != fault.step),
         (f"Layer, rank and step are right, and it is not {what!r}: "
          + {"keys": "keys have weight that no query may see, or none that it should see",
             "weights": "the right keys have weight, and too much or too little",

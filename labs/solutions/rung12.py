@@ -69,9 +69,9 @@ def find_wrong_block(job):
         if not off.any():
             continue
         rank = owner[off.any(1)][0].item()
-        rows = owner == rank
-        # What each rank's keys weigh, over what they should: rows add up
-        # to 1, so all change by one factor, but for those of one rank.
+        rows = (owner == rank).nonzero()[-seq // cp // 2 :, 0]
+        # Its late rows see all. What each rank's keys weigh, over what they
+        # should: rows add up to 1, so one factor, but for one rank's keys.
         shares = torch.stack(
             [
                 got[rows][:, owner == e].sum(1)
@@ -79,8 +79,8 @@ def find_wrong_block(job):
                 for e in range(cp)
             ]
         )
-        odd = shares / shares.nanmedian(0).values - 1
-        source = odd.abs().nan_to_num(0, posinf=1e9).sum(1).argmax().item()
+        odd = shares / shares.median(0).values - 1
+        source = odd.abs().sum(1).argmax().item()
         step = (rank - source) % cp
         return {"what": what, "layer": layer, "rank": rank, "step": step}
     return None
