@@ -155,6 +155,9 @@ class expert_bytes:
         missed = math.comb(experts - experts // ep, k) / math.comb(experts, k)
         return _bytes(tokens, size, experts, k, ep, per_node, once=(ep - per_node) * (1 - missed))
 
+    neighbours_forgotten = asked(_bytes, inside=lambda k, ep: k / ep)
+    its_ranks_forgotten = asked(_bytes, across=lambda k, ep, per_node: k * (ep // per_node - 1) / ep)
+    by_its_experts = told(_bytes, lambda right, experts, ep: right | {"inside": right["inside"] * experts / ep})
     each_pair_once = asked(_bytes, inside=lambda k, ep, per_node: k * (per_node - 1) / 2 / ep)
     nothing_saved = asked(_bytes, once=lambda k, ep, per_node: k * (ep - per_node) / ep)
 
@@ -258,6 +261,7 @@ class folded_step:
     tp_of_neighbours = _folded(turned=lambda grid: dict(sorted(grid.items())))
     copied_to_all = _folded(reduce=lambda grad, group: dist.broadcast(grad, group=group, group_src=0))
     ep_out_of_dp = _folded(ep="dp")
+    ep_out_of_tp = _folded(ep="tp")
     norm_of_a_ranks_own_part = _folded(squares="own")
     norm_without_other_experts = _folded(squares="dense")
     norm_counts_copies = _folded(squares="copies")
@@ -495,6 +499,7 @@ SENTENCES = {
     "summed_only": "the step's loss is the mean of",
     "first_axis_fastest": "whose last axis has neighbours",
     "ep_out_of_dp": "ep is an axis of the grid",
+    "ep_out_of_tp": "the groups of tp and ep",
     "norm_of_a_ranks_own_part": "a rank's own part",
     "norm_without_other_experts": "ranks have other norms",
     "norm_counts_copies": "counts copies",
@@ -505,7 +510,7 @@ SENTENCES = {
     "without_the_idea_a_whole_copy_on_each_rank": "A tp group has",
     "a_truth_value_for_each_rank": "list of ranks",
     "the_part_without_its_layer": "of layer 1",
-    "copied_from_one_process": "sum what the ranks have",
+    "copied_from_one_process": "sum what ranks have",
     "all_is_well": "You find nothing in a job",
     "every_job_is_ill": "in which nothing is wrong",
     "without_the_idea_outputs_alone": "compare gradients too",
@@ -525,6 +530,9 @@ SENTENCES = {
     "back_by_copies": "one vector from each node too",
     "half_the_bias": "too little bias",
     "each_pair_once": "as much as two",
+    "neighbours_forgotten": "by no mistake",
+    "its_ranks_forgotten": "by no mistake",
+    "by_its_experts": "by no mistake",
     "norm_is_nan": "no finite number",
     "tp_of_neighbours": "whose last axis has neighbours",
     "copied_to_all": "sum what its copies have",

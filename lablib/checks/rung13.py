@@ -168,8 +168,8 @@ def _explain_weights(
 
 _KEYS = ("inside", "across", "once")
 
-#: The first case: 6 nodes of 5 ranks. No two mistakes of `_slips` give the same number.
-FIRST = (1000, 70, 60, 3, 30, 5)
+#: The first case: 11 nodes of 6 ranks. No two mistakes of `_slips` give the same number; few factors are 2, 3 or 4.
+FIRST = (1000, 70, 198, 7, 66, 6)
 
 
 def _true_bytes(tokens: int, size: int, experts: int, k: int, ep: int, per_node: int) -> dict[str, float]:
@@ -182,7 +182,7 @@ def _true_bytes(tokens: int, size: int, experts: int, k: int, ep: int, per_node:
 @check(
     idea="A token goes to k experts and comes back, in forward and in backward: four ways, less what stays where it is.",
     section="All-to-all of tokens: bytes by degree, once per node",
-    line="k (g-1)/e copies of a token go to the g ranks of its node, k (e-g)/e to the others; with one copy for a node it is "
+    line="k (g-1)/e copies of a token go to the g - 1 others of its node, k (e-g)/e to other nodes; with one copy for a node it is "
     "(n-1) times the chance 1 - C(E - E/n, k)/C(E, k) that a node has any of its experts.",
 )
 def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> str:
@@ -314,7 +314,7 @@ class Layer(nn.Module):
     def __init__(self, seed: int, tp: dist.ProcessGroup | None = None, ep: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if dist.is_initialized() and (tp is None or tp.size() * ep.size() == 1):
-            raise Wrong("On ranks there is no layer of one process to copy from: sum what the ranks have.")
+            raise Wrong("On ranks no layer is whole: hand over the groups of tp and ep, and sum what ranks have.")
         torch.manual_seed(seed)
         self.norm, self.dense, self.moe = nn.LayerNorm(_HIDDEN, bias=False), _Dense(tp), MoE(_CONFIG, ep)
         for parameter in (*self.moe.router.parameters(), *self.moe.experts.parameters()):

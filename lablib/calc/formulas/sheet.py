@@ -492,7 +492,7 @@ FORMULAS = (
     Formula("eq-13-balance", "Balance loss",
         "f_i: share of the choices that fell on expert i; P_i: its mean score",
         "lablib.toys.expert_parallel.router.load_balancing_loss",
-        "1 if the choice is even, {E} if all scores are 1 for one of {E} experts"),
+        "1 if the choice is even, {E}/k if all scores are 1 for one of {E} experts"),
     Formula("eq-13-sent", "Values that a rank sends to experts, a layer",
         "T: tokens of a rank; k: experts of a token (two in the example); e: ep ranks (8); forward and backward",
         lambda T, k, h, e: dispatch_bytes(T, k, h, e, value=1), "{MB16:,.0f} MB in 16 bits"),
