@@ -19,7 +19,7 @@ FIRST_PAGE = "START.md"
 WELCOME = """\
 # Start here
 
-Open lab 01 with a click, and do the labs in this order; 12 and 13 wait until the others are done.
+Open lab 01 with a click, and do the labs in this order; 12 to 14 wait until the others are done.
 Read the chapter before its lab; the pages are there once `make book` has built them.
 
 {labs}

@@ -40,7 +40,7 @@ def cell_of(cell: dict, source: str, grade_id: str, **graded: float) -> dict:
 def main() -> None:
     """Convert one lab."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("number", help="the lab's, 01 to 13")
+    parser.add_argument("number", help="the lab's, 01 to 14")
     parser.add_argument("to", type=Path, help="the notebook to write")
     parser.add_argument("--points", type=float, default=1, help="for each exercise; 1 if not given")
     asked, cells = parser.parse_args(), []
