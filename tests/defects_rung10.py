@@ -123,6 +123,8 @@ class ring_all_reduce:
 
         travel(0)
 
+    not_kept = lambda row, *r: [_ring(x, *r, halves=(x is row, x is not row)) for x in (row, row.clone())]
+    gathers_one_chunk_on = lambda *case: [_ring(*case, halves=(not k, k), first=k) for k in (False, True)]
     sizes_that_were_seen = lambda row, r, n, swap: (n, len(row)) in rung10._CASES and _ring(row, r, n, swap)
     swapped_on_two = lambda row, r, n, swap: (_double if n == 2 else _ring)(row, r, n, swap)
     doubled = lambda row, *rest: (_ring(row, *rest), row.mul_(2))
@@ -241,6 +243,8 @@ class fast_all_reduce:
     mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
     rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
     seven_times_a_message = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 7 * r[3] * r[4])
+    one_round_too_many = lambda row, r, n, swap, *_: _double(row, r, n, swap, rounds=n.bit_length())
+    half_a_ring = lambda *case: _ring(*case[:4], halves=(True, False))
     halved = lambda row, *rest: (_fast(row, *rest), row.div_(2))
     where_one_message_costs_twice = lambda row, *rest: _fast(row, *rest, ring=8 * len(row) > rest[3] * rest[4])
 
@@ -387,6 +391,9 @@ class make_hook:
     by_one_too_many = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / (groups[2] + 1))
     without_rank_0 = _hooks(lambda flat, *its: _in_two_levels(flat * min(dist.get_rank(), 1), *its[:2]) / its[2])
     not_a_number = _hooks(lambda flat, *_: flat * float("nan"))
+    not_divided_not_summed = _hooks(lambda x, *g: x if len(x) % g[0].size() else _in_two_levels(x, *g[:2]) / g[2])
+    future_of_the_work = lambda _: lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    the_list_itself = lambda n: lambda *its: make_hook.future_of_the_work(n)(*its).then(lambda done: done.value())
     three_elements = _hooks(lambda flat, *_: flat[:3])
 
     def hosts_of_two(per_host):
@@ -610,6 +617,8 @@ SENTENCES = {
     "own_numbers_times_a_factor": "no sum of", "own_numbers_and_empty_messages": "no sum of", "halved": "no sum of",
     "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
     "padded_to_threes": "72 elements where 48 do, up to 3", "seven_times_a_message": "decides", "no_layer": "you name none",
+    "not_kept": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
+    "half_a_ring": "two halves", "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
     "by_one_too_many": "times the mean over", "without_rank_0": "Ranks are missing", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
     "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",

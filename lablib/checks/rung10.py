@@ -82,8 +82,8 @@ class World(Turns):
         to, source = whole(to, "to"), whole(source, "source")
         for name, other in (("to", to), ("source", source)):
             if other not in range(self.ranks) or other == rank:
-                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={str(other)[:9]}: neighbours are counted "
-                            "round the ring, so after the last rank comes rank 0.")  # fmt: skip
+                raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={str(other)[:9]}: " + (
+                    "nobody sends to itself." if other == rank else "after a ring's last rank comes rank 0, and doubling has log2(n) rounds."))  # fmt: skip
         if len(self.messages) > 100 * self.ranks**2:
             raise Wrong(f"The ranks exchange and exchange: a loop in your answer never ends, and 2(n-1) = "
                         f"{2 * (self.ranks - 1)} steps are enough for {self.ranks} ranks.")  # fmt: skip
@@ -161,8 +161,8 @@ def _judge_sums(rows: list[Tensor], units: Tensor, messages: list[_Message], pla
         case,
         (f"A rank's number is up to {most} times in a sum: see whether what is to be added has room of its own to arrive in, and "
          "whether in the all-gather what arrives replaces what is there", most > 1),
-        ("Every chunk is complete on some rank and not on all: after the reduce-scatter the complete chunks must go round once "
-         "more, n - 1 steps, of which the first sends the rank's complete one", not missing),
+        ("Every chunk is complete on some rank and not on all: after the reduce-scatter the complete chunks must go round once more, "
+         "n - 1 steps, of which the first sends the rank's complete one, and `row` must keep what is complete and what arrives", not missing),
     )  # fmt: skip
     element, steps = missing[0], sum(m.source == 0 for m in messages)
     single = all(sum(each) == 1 for row in counts for each in row)
@@ -176,7 +176,7 @@ def _judge_sums(rows: list[Tensor], units: Tensor, messages: list[_Message], pla
         ("In the end each element is one rank's number: in the first n - 1 steps what arrives is added to what is there, and passed "
          "on; then one chunk is complete on each rank, and just that one must leave first in the all-gather", single),
         (f"No rank has the sum of element {element}; on rank 0 it holds the numbers of ranks {found}. What a rank passes on in "
-         "the next step is the chunk that has just arrived, with its own numbers added", True),
+         "the next step is the chunk that has just arrived, with its own numbers added, and the all-gather begins with the complete one", True),
     )  # fmt: skip
 
 
@@ -189,8 +189,7 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
     sent = [[m for m in messages if m.source == rank] for rank in range(ranks)]
     sizes, lengths = chunk_sizes(numel, ranks), [m.elements for m in messages]
     right = sum(traffic("ring_all_reduce", numel, ranks, rank=r, itemsize=1).bytes for r in range(ranks))
-    most, longest, enough = sum(lengths), max(lengths, default=0), 2 * (ranks - 1)
-    steps = max(map(len, sent))
+    most, longest, enough, steps = sum(lengths), max(lengths, default=0), 2 * (ranks - 1), max(map(len, sent))
     refuse(
         f"{ranks} ranks, {numel} elements",
         ("The sums are right, but a rank sends to several others: on a ring it has one right neighbour",
@@ -252,7 +251,7 @@ def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: fl
             ("An element is no sum of the ranks' numbers for it: see whether something is divided, rounded or never filled", strange),
             (f"A rank's number is up to {max(map(max, counts))} times in a sum: see whether what comes has room of its own, and each "
              "round another partner", any(max(each) > 1 for each in counts)),
-            ("Some ranks' numbers are missing in the sums: after k rounds of doubling a rank has the numbers of 2^k", True),
+            ("Some ranks' numbers are missing in the sums: k rounds of doubling bring those of 2^k, a ring all in its two halves", True),
         )  # fmt: skip
     # In whole elements; a ring's steps wait for the longest chunk.
     longest, link = math.ceil(numel / ranks), {"bandwidth": bandwidth, "latency": latency}
@@ -272,6 +271,7 @@ def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: fl
 
 # --- DDP's hook for several hosts ---------------------------------------------------------------------------
 
+_RETURNS = "A hook returns a torch.futures.Future that holds the bucket's mean, as long as it, and here it returns {}."
 _SIZES = (7, 12, 5, 9)  # of the parameters; in buckets of 33, 14 and 19, which 2 and 3 and 6 do not divide
 
 
@@ -325,9 +325,7 @@ def _hook_rank(answer: Callable[..., Any], per_host: int, places: list[int]) -> 
         gradients.append((ranks * torch.cat(of_units)).tolist())
         groups.append(get_pg_count())
     if problem:
-        raise Wrong(
-            f"A hook returns a torch.futures.Future that holds the bucket's mean, as long as the bucket, and here it returns {problem[0]}."
-        )
+        raise Wrong(_RETURNS.format(problem[0]))
     borrowed = any("toys.collectives" in name for name in getattr(answer, "called", ()))
     return _Hooked(gradients, events, buckets, groups, borrowed)
 
@@ -346,8 +344,9 @@ def make_hook(answer: Callable[..., Any]) -> str:
         try:
             results = on_ranks(_hook_rank, ranks, answer, per_host, places)
         except Wrong as wrong:
-            late = "had not come back" in str(wrong)
-            raise Wrong(str(wrong) + " So does DDP, until each hook's Future has its value." * late) from None
+            late = " So does DDP, until each hook's Future has its value." * ("had not come back" in str(wrong))
+            unused = "stopped on rank" in str(wrong) and "in line" not in str(wrong)  # DDP, at a Future's value
+            raise Wrong(_RETURNS.format("one with no tensor for DDP") if unused else f"{wrong}{late}") from None
         _judge_means(results, places, per_host, case)
         _judge_crossing(results, ranks, per_host, case)
     return ("DDP on 4 and on 6 ranks: one mean, and what leaves a host is 2(m-1)/m of the gradients, an equal part from each of "
@@ -366,7 +365,8 @@ def _judge_means(results: list[_Hooked], places: list[int], per_host: int, case:
 
     if hold(1):
         return
-    hosts, most = ranks // per_host, max(max(_digits(value, ranks)) for _, value in values)
+    summed = [max(_digits(value, ranks)) for (_, value), (r, found) in zip(values, own, strict=True) if found != [r]]
+    hosts, most = ranks // per_host, max(summed, default=0)
     strange = [v for _, v in values if not math.isfinite(v) or v < 0 or abs(v - round(v)) > 1e-3]
     refuse(
         case,
