@@ -57,6 +57,7 @@ class bytes_per_parameter:
     weights_always_bf16 = asked(right, weights="bf16")
     gradients_always_bf16 = asked(right, gradients=lambda gradients: ["bf16"] * len(gradients))
     adamw_is_sixteen = told(right, lambda size, optimizer: 16 if optimizer == "adamw" else size)
+    with_fp32_gradients = told(right, lambda size, gradients, master: size + 4 * (master and "fp32" not in gradients))
     with_the_roots_of_the_step = told(right, lambda size, optimizer: size + 4 * ("adamw" in optimizer))
 
     def without_the_idea_lablib_adds_up(weights, gradients, master, optimizer):
@@ -126,6 +127,9 @@ class train_within:
     loss_of_the_last_part = _search(loss_of=lambda found: found[-1])
     an_optimizer_each_step = _search(fresh=True)
     another_rate = _search(fused=True, lr=3e-4)
+    clips = _search(share=lambda part, parts: 0.31 * len(part) / 6)
+    trains_the_blocks_alone = lambda model, batches, adamw, device: _search()(
+        model, batches, lambda _, **how: adamw(model.blocks.parameters(), **how), device)  # fmt: skip
 
     def sets_the_capacity(model, batches, adamw, device):
         device.capacity = 10**12
@@ -385,6 +389,9 @@ class run_memory:
     )
     run_always_eager = asked(right, loss="eager")
     run_always_megatron = asked(right_2, loss="megatron")
+    run_with_a_buffer_of_gradients = told(right_2, lambda memory: memory | {
+        "peak": memory["peak"] + 2 * memory["gradients"] * (memory["at"] == "Loss")})  # fmt: skip
+    run_that_keeps_logits_in_both_dtypes = told(right_2, lambda memory: memory | {"logits": memory["logits"] * 1.5})
     run_with_logits_in_both_dtypes = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, 10))
     run_without_the_gradient_of_logits = told(right_2, lambda memory, optimizer: _run_held(memory, optimizer, 4))
 
@@ -407,9 +414,10 @@ class run_memory:
         return memory | {"parameters": count_params(config).total}
 
     def right_4(shape, optimizer, seq, batch, recompute, loss):
-        """In the step the last bf16 gradient stands beside its fp32 copy, where no roots come after it."""
-        last = 2 * shape["vocab"] * shape["hidden"] * (optimizer != "adamw")
-        memory = run_memory.right_2(shape, optimizer, seq, batch, recompute, loss)
+        """In the step the last bf16 gradient stands beside its fp32 copy; every kernel's statistics count."""
+        last = 2 * shape["vocab"] * shape["hidden"]
+        memory = run_memory.right(shape, optimizer, seq, batch, recompute, loss)
+        memory["activations"] += 8 * shape["layers"] * seq * batch * (recompute == "none")
         return _run_held(memory, optimizer, RUN_LOGIT[loss], last=last)
 
     without_the_idea_a_table_of_instants = told(right_2, lambda memory, optimizer, recompute: memory | {
@@ -474,6 +482,8 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, train_within, find_surpl
 
 #: What the sentence about a defect must say.
 SENTENCES = {
+    "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
+    "run_with_a_buffer_of_gradients": "Megatron's buffer", "run_that_keeps_logits_in_both_dtypes": "no bf16 value",
     "no_care": "inside of the optimizer's step", "one_sequence_at_a_time": "passes, and",
     "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
     "retries_inside_the_except_clause": "inside of the except clause", "sums_the_micro_batches": "times those of the whole batch",
