@@ -58,7 +58,9 @@ def _function(*, random=True, fork=True, graph=False, keep="input", times=1, see
                     ctx.block.train(train)
                     y = ctx.block(x)
                     ctx.block.train()
-                y.backward(torch.ones_like(gradient) if seed == "ones" else gradient)
+                (y * gradient).sum().backward() if seed == "sum" else y.backward(
+                    torch.ones_like(y) if seed == "ones" else gradient
+                )
             if fork:
                 torch.set_rng_state(after)
             return x.grad, None
@@ -215,6 +217,7 @@ class checkpoint:
     random_state_left_behind = _function(fork=False)
     graph_kept_in_forward = _function(graph=True)
     replays_from_the_output = _function(keep="output")
+    sums_without_a_graph = _function(seed="sum")
     ones_for_the_gradient = _function(seed="ones")
     replays_twice = _function(times=2)
     gradients_of_before_lost = _function(also="clear")
@@ -223,11 +226,7 @@ class checkpoint:
     # Starts the replay from the saved input itself, so that its backward goes on into the block before.
     replay_not_detached = lambda block, x: _Attached.apply(x, block)
 
-    def no_grad_alone(block, x):
-        """Forgets what is inside, and has nothing that computes it again."""
-        with torch.no_grad():
-            return block(x)
-
+    no_grad_alone = lambda block, x: torch.no_grad()(block)(x)
     # Second solution: weights are arguments of the Function too, and nothing arrives as a side effect.
     right = lambda block, x: _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
@@ -298,7 +297,7 @@ class keep_within:
     right_2 = _saving(lambda number, inner, size: (-inner, -number))
 
 
-def _found(*ideas, where=None, model=lambda job: job.model()):
+def _found(*ideas, where=None, model=lambda job: job.model(), note_of=lambda y: y.detach().clone()):
     """Build an answer of some instruments: "values", "buffers", "memory"."""
 
     def answer(job):
@@ -306,7 +305,7 @@ def _found(*ideas, where=None, model=lambda job: job.model()):
         calls = []
 
         def note(name, part, args, y):
-            calls.append((name, [a.detach().clone() for a in args], y.detach().clone(), weakref.ref(y)))
+            calls.append((name, [a.detach().clone() for a in args], note_of(y), weakref.ref(y)))
 
         for i, block in enumerate(mine):
             for name, part in block.named_children():
@@ -358,6 +357,7 @@ class faulty_part:
     )
     without_the_idea_values_alone = _found("values", "memory")
     without_the_idea_memory_alone = _found("memory")
+    hooks_hold_outputs = _found(*_ALL, note_of=lambda y: y)
     memory_forgotten = _found("values", "buffers")
     first_block_with_other_gradients = _found(*_ALL, where=lambda job, found: (0, found[0][1]))
     the_part_behind = _found(*_ALL, where=lambda job, found: (found[0][0], "down"))
@@ -410,6 +410,12 @@ def _first(of):
     return _peak(lambda job, kind, n, forward, replay: of(job, forward) if kind == "first" else max(forward, replay))
 
 
+def _one_first(job, room, frees):
+    """Choose with one number of first blocks: by the formula, with this room, and so many bytes that each frees."""
+    n = -((room - job.layers * job.block) // frees)
+    return _choose(job, leave=[f"first:{m}" for m in range(1, job.layers) if m != n])
+
+
 def _pays(of):
     """Return an answer that chooses right and says other FLOPs: `of(those of all blocks, what it chooses)`."""
     return lambda job: (found := _choose(job)) and found | {"extra": of(job.layers * job.block_flops, found)}
@@ -424,6 +430,8 @@ class choose:
         lambda job, kind, n, *most: max(*most, kind == "every" and (job.layers - 1) // n * job.boundary + n * job.block)
     )
     all_but_two = lambda job: _choose(job, leave=[f"first:{job.layers - 1}"])
+    first_without_the_head = lambda job: _one_first(job, job.budget, job.block - job.boundary)
+    first_frees_whole_blocks = lambda job: _one_first(job, job.budget - job.head, job.block)
     never_segments = lambda job: _choose(job, leave=[f"every:{k}" for k in range(2, job.layers + 1)])
     selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
     ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
@@ -476,13 +484,11 @@ class choose:
         )
     )
 
-    def one_block_of_a_segment(job):
-        def one(kind, n, forward, replay):
-            segments = -(-job.layers // max(n, 1))
-            return max(forward, (segments - 1) * job.boundary + job.block) if kind == "every" else max(forward, replay)
-
-        return _choose(job, peak=one)
-
+    one_block_of_a_segment = _peak(
+        lambda job, kind, n, forward, replay: max(
+            forward, (-(-job.layers // n) - 1) * job.boundary + job.block if kind == "every" else replay
+        )
+    )
     all_blocks_pay = _pays(lambda all_blocks, found: all_blocks if found["strategy"][0] == "f" else found["extra"])
     backward_counts_too = _pays(lambda all_blocks, found: 3 * found["extra"])
     step_flops = _pays(lambda all_blocks, found: found["extra"] + 3 * all_blocks)
@@ -532,6 +538,8 @@ SENTENCES = {
     "copy_of_the_input_needs_no_gradient": "what backward returned for it was None",
     "divisors_alone": "Segments cost the same FLOPs whatever their length",
     "last_segment_is_whole": "The last segment may be shorter",
+    "first_without_the_head": "what is left for blocks, without the head",
+    "first_frees_whole_blocks": "keeps its input, so it frees less",
     "all_but_two": "All but the last may run again",
     "other_masks": "the replay needs forward's random numbers",
     "inputs_of_blocks_forgotten": "the inputs of blocks count too",
@@ -540,6 +548,8 @@ SENTENCES = {
     "without_the_idea_the_largest": "of two outputs of as many bytes keep",
     "without_the_idea_the_smallest": "of two outputs of as many bytes keep",
     "without_the_idea_most_flops": "of two outputs of as many bytes keep",
+    "sums_without_a_graph": "all that you do with its output before backward",
+    "hooks_hold_outputs": "held by your own hooks",
     "every_job_is_ill": "Both ranks accuse themselves",
     "the_first_rank_is_ill": "is accused",
     "without_the_idea_values_alone": "compare buffers",

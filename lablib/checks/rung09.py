@@ -127,8 +127,8 @@ def _backward(loss: Tensor) -> None:
 _REFUSED = {
     "backward through the graph a second time": "The replay's backward went on past the block, through the graph that "
     "made its input. Start the replay from a detached copy of the input that needs a gradient, and stop there.",
-    "does not require grad": "The replay left no graph to go back through: inside backward autograd is off. Run the "
-    "block under torch.enable_grad(), on an input that needs a gradient.",
+    "does not require grad": "The replay left no graph to go back through: inside backward autograd is off. Run the block, and "
+    "all that you do with its output before backward, under torch.enable_grad(), on an input that needs a gradient.",
     "incorrect number of gradients": "Backward returns one value for every argument of forward, and None for those that "
     "are no tensors, such as the block.",
 }
@@ -514,9 +514,9 @@ def _stored(job: Job) -> int:
     return job.layers * (job.block - job.core)
 
 
-def _lengths(best: Callable[[Job], float]) -> Callable[[Job], str]:
-    """Return the answer of somebody who tries one length of segments alone."""
-    return lambda job: _answer(options=lambda name: name[:2] != "ev" or name[6:] == str(max(1, round(best(job)))))(job)
+def _alone(number: Callable[[Job], float], kind: str = "every") -> Callable[[Job], str]:
+    """Return the answer of somebody who tries one length of segments alone, or one number of first blocks."""
+    return lambda job: _answer(options=lambda name: name[:5] != kind or name[6:] == str(round(number(job))))(job)
 
 
 def _pays(change: Callable[[Job, dict], int]) -> Callable[[Job], str]:
@@ -537,19 +537,15 @@ _CHOICE_SLIPS: list[Slip] = [
     *_rows("Segments cost the same FLOPs whatever their length, and which has the least peak depends on block and head: try all",
            lambda job: _answer(options=lambda name: name != f"every:{job.layers}")(job),
            lambda job: _answer(options=lambda name: name[:2] != "ev" or job.layers % int(name[6:]) == 0)(job),
-           _lengths(lambda job: 1),
-           _lengths(lambda job: job.layers**0.5),
-           _lengths(lambda job: (job.layers * job.boundary / job.block) ** 0.5)),
+           _alone(lambda job: 1), _alone(lambda job: job.layers**0.5),
+           _alone(lambda job: max(1, (job.layers * job.boundary / job.block) ** 0.5))),
     *_rows("A replay brings bytes back, and the head's are gone by then: of the end of forward and the replays the larger "
            "counts",
-           _answer(peak=_forward),
-           _peak(**_ENDS),
+           _answer(peak=_forward), _peak(**_ENDS),
            _peak(**_ENDS, selective=lambda job, n: _stored(job) + job.head + job.core - job.behind),
-           _peak(every=_ENDS["every"]),
-           _peak(selective=lambda job, n: _forward(job, "selective")),
-           _peak(selective=lambda job, n: _late(job, "selective")),
+           _peak(every=_ENDS["every"]), _peak(selective=lambda job, n: _forward(job, "selective")),
+           _peak(selective=lambda job, n: _late(job, "selective")), _peak(every=lambda job, n: _late(job, f"every:{n}")),
            _answer(peak=lambda job, strategy: moments(job, strategy)[strategy != "none"]),
-           _peak(every=lambda job, n: _late(job, f"every:{n}")),
            _answer(peak=lambda job, strategy: sum(moments(job, strategy)))),
     *_rows("The head's bytes are there when forward ends",
            lambda job: _answer()(replace(job, head=0)),
@@ -598,6 +594,10 @@ _CHOICE_SLIPS: list[Slip] = [
     *_rows("A segment's input is kept and no more, so all of its blocks run again",
            _answer(extra=lambda job, name: extra_flops(job, name)
                    - (name[:5] == "every" and _rest(job.layers, int(name[6:]))[0] * job.block_flops))),
+    *_rows("How many of the first blocks run again is a matter of what is left for blocks, without the head",
+           _alone(lambda job: -((job.budget - job.layers * job.block) // (job.block - job.boundary)), "first")),
+    *_rows("A block that runs again keeps its input, so it frees less than the whole block",
+           _alone(lambda job: -((job.budget - job.layers * job.block - job.head) // job.block), "first")),
 ]  # fmt: skip
 
 
@@ -825,8 +825,8 @@ def faulty_part(answer: Callable[[TrainingJob], Any], seed: int = 90) -> str:
         refuse(
             "",
             ("A job in which nothing is wrong is accused", not kind and (here or there)),
-            ("Both ranks accuse themselves, and one of them is healthy: say of each what it has itself, before it is averaged or "
-             "exchanged", kind and here and there),
+            ("Both ranks accuse themselves, and one of them is healthy: say of each what it has itself, not what is averaged or "
+             "exchanged, or held by your own hooks", kind and here and there),
             ("The healthy rank is accused, the other is not", kind and there),
             (_PASSED_OVER.get(kind, ""), kind and here is None),
             *([] if here is None else _misplaced(kind, rank, here, where)),
