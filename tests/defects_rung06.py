@@ -4,6 +4,7 @@
 
 from enum import Enum
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ def _wrap(model, mesh, most, fp32, *, policy=_BF16, full=_FP32, cut=True, small=
     for block in blocks:
         if cut and 2 * _size(block) > most:
             for expert in block.experts:
-                fully_shard(expert, **ends)
+                fully_shard(expert, reshard_after_forward=not kept, **ends)
         if small or 2 * _size(block) <= most:
             fully_shard(block, reshard_after_forward=not kept, **ends)
     if tables and (embed.weight is not head.weight or not ties):
@@ -240,14 +241,14 @@ class find_fault:
 
 
 def _write(disk, rank, ranks, step, state, barrier, *, folder="tmp", clear=True, wait_after_clear=True, wait=True,
-           writers=None, content=None, publishers=(0,), forget_old=False):  # fmt: skip
+           writers=None, content=None, publishers=(0,), forget_old=False, file=lambda rank: f"rank-{rank}"):  # fmt: skip
     aside = f"{folder}-{step}"
     if clear and rank == 0:
         disk.remove(aside)
     if wait_after_clear:
         barrier()
     if writers is None or rank in writers:
-        disk.write(f"{aside}/rank-{rank}", {**state, "step": step} if content is None else content)
+        disk.write(f"{aside}/{file(rank)}", {**state, "step": step} if content is None else content)
     if wait:
         barrier()
     if forget_old and rank == 0:
@@ -269,6 +270,8 @@ class write_checkpoint:
 
     does_not_wait = lambda *args: _write(*args, wait=False)
     leaves_the_rest_of_a_crash = lambda *args: _write(*args, clear=False)
+    counts_ranks_from_one = lambda *args: _write(*args, file=lambda rank: f"rank-{rank + 1}")
+    two_digits = lambda *args: _write(*args, file=lambda rank: f"rank-{rank:02d}")
     leaves_it_under_another_name = lambda *args: _write(*args, clear=False, folder=".step")
     clears_while_others_write = lambda *args: _write(*args, wait_after_clear=False)
     without_the_optimizer = asked(_write, content=lambda state, step: {"model": state["model"], "step": step})
@@ -280,6 +283,10 @@ class write_checkpoint:
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
 
+    def clears_what_it_has_published(disk, rank, ranks, step, state, barrier):
+        _write(disk, rank, ranks, step, state, barrier, clear=False)
+        disk.remove(f"step-{step}/rank-{rank + ranks}") or rank or disk.remove(f"step-{step}/rank-{2 * ranks}")
+
     def clears_the_files_of_twice_as_many_ranks(disk, rank, ranks, step, state, barrier):
         for other in range(rank, 2 * ranks, ranks):
             disk.remove(f"tmp-{step}/rank-{other}")
@@ -287,7 +294,7 @@ class write_checkpoint:
         _write(disk, rank, ranks, step, state, barrier, clear=False)
 
     def right(disk, rank, ranks, step, state, barrier):
-        """Second solution: a fresh folder name instead of clearing, and the last rank renames."""
+        """Second solution: a fresh folder name instead of clearing, and the last rank renames; other forms of a path."""
         name = f"aside-of-{step}"
         while disk.exists(name):
             name += "-again"
@@ -297,7 +304,7 @@ class write_checkpoint:
         disk.write(f"{name}/rank-{rank}", saved)
         barrier()
         if rank == ranks - 1:
-            disk.rename(name, f"step-{step}")
+            disk.rename(Path(name), f"step-{step}/")
 
     def right_2(disk, rank, ranks, step, state, barrier):
         """Third solution: a folder of each rank's own, moved together by one of them while the name is still hidden."""
@@ -479,6 +486,8 @@ SENTENCES = {
     "in_place": "half written", "behind_the_disk": "asks the check", "asks_the_check": "own lists",
     "leaves_it_under_another_name": "what a crashed job left",
     "clears_the_files_of_twice_as_many_ranks": "what a crashed job left",
+    "clears_what_it_has_published": "what a crashed job left",
+    "counts_ranks_from_one": "is called 'rank-0'", "two_digits": "is called 'rank-0'",
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -464,6 +465,7 @@ class Disk(Sealed):
 
     def write(self, path: str, content: Any) -> None:
         """Write a file, folders included; it is torn until the write has ended."""
+        path = os.path.normpath(path)  # a str or a Path, with a slash at its end or not
         self._world.files[path] = _TORN
         self._world.changed(self._rank)
         self._world.files[path] = copy.deepcopy(content)
@@ -471,7 +473,7 @@ class Disk(Sealed):
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or a folder at once; the new name must be free."""
-        files = self._world.files
+        files, old, new = self._world.files, os.path.normpath(old), os.path.normpath(new)
         if not _inside(files, old):
             raise Wrong(f"Rank {self._rank} renames {old!r}, which is not there; one rank renames, once.")
         if _inside(files, new):
@@ -490,14 +492,14 @@ class Disk(Sealed):
         """Say whether there is a file or a folder of that name."""
         there = bool(_inside(self._world.files, path))
         self._world.asked[self._rank, path] += 1
-        often = _PATIENCE * (2 if there else 1)  # who polls for several, names the missing
-        if self._world.asked[self._rank, path] > often:
+        if self._world.asked[self._rank, path] > _PATIENCE * (1 + there):  # who polls for several, names the missing
             raise Wrong(f"Rank {self._rank} asks again and again whether {path!r} is there. A file is there before it is "
                         "complete, so who polls may see half of it: what waits for the others is a barrier.")  # fmt: skip
         return there
 
 
 def _inside(files: Files, path: str) -> list[str]:
+    path = os.path.normpath(path)
     return [each for each in files if each == path or each.startswith(f"{path}/")]
 
 
@@ -563,34 +565,32 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
         ("There is a moment without any checkpoint: the old one must stay until the new one is published", not found),
     )  # fmt: skip
     for folder, content in found.items():
-        absent = [rank for rank in range(ranks) if f"rank-{rank}" not in content]
-        missing = f"rank-{absent[0]}" if absent else ""
-        strangers = [name for name in content if not name.removeprefix("rank-").isdigit()]
+        named = [f"rank-{rank}" for rank in range(ranks)]
+        absent = [rank for rank in range(ranks) if named[rank] not in content]
+        missing = named[absent[0]] if absent else ""
+        strangers = [name for name in content if name not in named]  # one may be a marker or an index
         refuse("",
-            (f"There is a moment when {folder} is visible and half written. Write aside, then rename",
-             _TORN in content.values()),
-            (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}", strangers and len(absent) == ranks),
+            (f"There is a moment when {folder} is visible and half written. Write aside, then rename", _TORN in content.values()),
+            (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}",
+             strangers and absent and ranks in (len(absent), len(_on_disk(content, ranks, step)))),
             (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
              "be cleared before anybody writes", lost & set(absent)),
             (f"There is a moment when {folder} is visible without {missing}. It may be published only when every rank has "
              "written its own file", absent),
+            (f"{folder} is published with files of more than {ranks} ranks: clear what a crashed job left",
+             any(name.removeprefix("rank-").isdigit() for name in strangers)),
         )  # fmt: skip
 
 
 def _judge_end(found: dict[str, Files], ranks: int, step: int) -> None:
     if (folder := f"step-{step}") not in found:
         raise Wrong(f"All ranks have returned, and there is no folder {folder}: nobody published it.")
-    content = found[folder]
-    shards = [name for name in content if name.removeprefix("rank-").isdigit()]  # another may be a marker or an index
-    if len(shards) > ranks:
-        raise Wrong(f"{folder} has files of {len(shards)} ranks, and not of {ranks}: clear what a crashed job left.")
     for rank in range(ranks):
-        has = saved if isinstance(saved := content[f"rank-{rank}"], dict) else {}
+        has = saved if isinstance(saved := found[folder][f"rank-{rank}"], dict) else {}
         other = next((key for key, value in _state(rank, step).items() if has.get(key) != value), "")
         refuse("",
             ("A rank's file is one dictionary: the keys of `state`, and beside them the key step", "model" not in has),
-            ("The optimizer state is not saved: the resumed run would start its moments from zero",
-             "optimizer" not in has),
+            ("The optimizer state is not saved: the resumed run would start its moments from zero", "optimizer" not in has),
             ("The step is not saved in the file: the learning rate of the resumed run hangs on it", "step" not in has),
             (f"The file of rank {rank} has under {other!r} something else than its `state`", other),
             ("The saved step is not the one that was given", has.get("step") != step),
