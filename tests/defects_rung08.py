@@ -71,6 +71,7 @@ class what_breaks:
 
     a_whole_gap = lambda *case: _broken(*case, gap=1.0)
     bf16_as_precise_as_fp16 = lambda *case: _broken(*case, bits=dict.fromkeys(_BITS, 10))
+    fp16_as_coarse_as_bf16 = lambda *case: _broken(*case, bits=dict.fromkeys(_BITS, 7))
     a_negative_update_is_a_small_one = lambda *case: _broken(*case, signed=False)
     scales_activations_too = lambda *case: _broken(*case, on_activation="scale")
     scaling_only_helps = lambda *case: _broken(*case, on_large=1.0)
@@ -567,7 +568,8 @@ SENTENCES = {
     "bf16_with_the_range_of_fp16": "bf16 reaches", "no_subnormals_at_all": "subnormals", "scales_activations_too": "is not for",
     "scaling_only_helps": "large gradients too", "a_master_copy_does_not_help": "master copy",
     "without_the_idea_bf16_never_breaks": "nothing moves", "names_without_end": "never ends",
-    "a_negative_update_is_a_small_one": "not its sign", "a_whole_gap": "over half of the gap",
+    "a_negative_update_is_a_small_one": "up or down", "a_whole_gap": "over half of the gap",
+    "fp16_as_coarse_as_bf16": "over half of the gap",
     "without_the_idea_forward_alone": "forward alone would", "without_the_weights_gradient": "sums over tokens", "two_turned": "would get",
     "quantizes_each_matrix_once": "quantized once", "errors_of_matrices": "single matrices", "the_mean_of_three": "hides the worst",
     "backward_alone": "x wᵀ is left out", "g_w_alone": "x wᵀ is left out", "a_list_of_jobs": "loses bits",
