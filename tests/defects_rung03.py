@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lablib.calc.parallel import split_heads
 from lablib.checks.rung03 import _IMPOSSIBLE, _jobs
+from lablib.toys.tensor_parallel import head_split
 from lablib.toys.torch_names import all_gather, reduce_scatter
 from tests.planted import listed
 
@@ -88,12 +89,23 @@ def _fetched(part, group):
     return part + sum(p for r, p in enumerate(_pieces_of_all(part.detach(), group)) if r != group.rank())
 
 
-def _half(x, up, up_bias, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True, cut=_mine):
+def _half(x, up, b, down, down_bias, group, enter=copy_to_tp, leave=reduce_from_tp, after=True, cut=_mine, by=_same):
     mine = cut(len(up), group)
-    inner = torch.relu(F.linear(enter(x, group), up[mine], up_bias[mine]))
+    inner = by(torch.relu(F.linear(enter(x, group), up[mine], b[mine])), group)
     part = F.linear(inner, down[:, mine], None if after else down_bias)
     total = leave(part, group)
     return total + down_bias if after else total
+
+
+def _behind(times):
+    """The whole product, as `times` takes it, and a mask on it."""
+
+    def answer(x, up, up_bias, down, down_bias, group):
+        mask = torch.arange(len(up)) // (len(up) // group.size()) == group.rank()
+        inner = torch.relu(times(copy_to_tp(x, group), up) + up_bias) * mask
+        return reduce_from_tp(times(inner, down).view_as(x), group) + down_bias
+
+    return answer
 
 
 class split_mlp:
@@ -122,9 +134,7 @@ class split_mlp:
     bias_shared_out_after_the_sum = lambda *case: _half(*case[:4], case[4] / case[5].size(), case[5])
     the_sum_on_the_last = lambda *c: _half(*c, leave=lambda y, g: y + (g.rank() == 2) * (_summed(y, g) - y.detach()))
 
-    def bias_on_rank_0(x, up, up_bias, down, down_bias, group):
-        share = down_bias if group.rank() == 0 else torch.zeros_like(down_bias)
-        return _half(x, up, up_bias, down, share, group, after=False)
+    bias_on_rank_0 = lambda *case: _half(*case[:4], case[4] * (case[5].rank() == 0), case[5], after=False)
 
     def the_first_columns_for_all(x, up, up_bias, down, down_bias, group):
         mine = _mine(len(up), group)
@@ -145,18 +155,12 @@ class split_mlp:
         whole = F.linear(torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)), down)
         return reduce_from_tp(whole / group.size(), group) + down_bias
 
-    def without_the_idea_a_mask_on_the_whole_product(x, up, up_bias, down, down_bias, group):
-        mask = torch.zeros(len(up))
-        mask[_mine(len(up), group)] = 1
-        inner = torch.relu(F.linear(copy_to_tp(x, group), up, up_bias)) * mask
-        return reduce_from_tp(F.linear(inner, down), group) + down_bias
-
-    def without_the_idea_a_mask_on_the_product_value_by_value(x, up, up_bias, down, down_bias, group):
-        """No matrix product that a counter of those would see."""
-        mask = torch.zeros(len(up))
-        mask[_mine(len(up), group)] = 1
-        inner = torch.relu((copy_to_tp(x, group).unsqueeze(-2) * up).sum(-1) + up_bias) * mask
-        return reduce_from_tp((inner.unsqueeze(-2) * down).sum(-1), group) + down_bias
+    without_the_idea_a_mask_on_the_whole_product = _behind(F.linear)
+    # No matrix product that a counter of those would see.
+    without_the_idea_a_mask_on_the_product_value_by_value = _behind(lambda x, a: (x.unsqueeze(-2) * a).sum(-1))
+    without_the_idea_a_mask_token_by_token = _behind(lambda x, a: torch.stack([a.mv(z) for z in x.flatten(0, -2)]))
+    # On rank 0 the same as the first columns of the second matrix for all.
+    sum_before_the_second_matrix = lambda *case: _half(*case, by=reduce_from_tp, leave=_same)
 
     no_gradient_through_the_sum = lambda *case: _half(*case, leave=_summed)
 
@@ -278,6 +282,10 @@ class split_qkv:
         rows = [(_rows(rank.queries, width), _rows(rank.keys, width)) for rank in split_heads(heads, keys, tp)]
         return [(q, k, [r for r, (_, other) in enumerate(rows) if other == k]) for q, k in rows]
 
+    without_the_idea_asks_the_toy = lambda h, k, d, t: [
+        (range(*head_split(h, d, t).bounds[r]), range(*head_split(k, d, t).bounds[r]), over)
+        for r, (*_, over) in enumerate(_even(h, k, d, t))
+    ]
     keys_before_queries = lambda *case: [(keys, queries, over) for queries, keys, over in _even(*case)]
     without_the_idea_a_list_of_refusals = _laid_out(lambda *case: case in _LISTED)
     # Twice: as copies on all ranks, whose gradients all ranks sum.
@@ -451,13 +459,14 @@ class write_plan:
     forgets_the_norm_of_heads = lambda model: _plan(left_out=("attn.q_norm", "attn.k_norm"))
     forgets_a_norm_of_tokens = lambda model: _plan(left_out=("ln2",), tokens=True)
 
-    def local_logits(model):
-        styles, _, _ = _styles()
-        return _plan(out=styles.ColwiseParallel())
+    local_logits = lambda model: _plan(out=_styles()[0].ColwiseParallel())
+    out_is_not_told_of_tokens = lambda m: _plan(tokens=True, out=_styles()[0].ColwiseParallel(use_local_output=False))
+    sums_the_logits = lambda model: _plan(out=_styles()[0].RowwiseParallel(input_layouts=_styles()[1]))
 
-    def sums_the_logits(model):
-        styles, replicate, _ = _styles()
-        return _plan(out=styles.RowwiseParallel(input_layouts=replicate))
+    def out_by_inputs(model):
+        styles, replicate, shard = _styles()
+        layouts = {"input_layouts": replicate, "output_layouts": shard(-1)}
+        return _plan(out=styles.RowwiseParallel(**layouts, use_local_output=False))
 
     def rows_before_columns(model):
         styles, replicate, _ = _styles()
@@ -627,22 +636,23 @@ SENTENCES = {
     "without_the_idea_all_compute_all_and_average": "rows of `up` have a gradient. Each rank takes",
     "without_the_idea_a_mask_on_the_whole_product": "as when the part is taken behind the product",
     "without_the_idea_a_mask_on_the_product_value_by_value": "as when the part is taken behind the product",
+    "without_the_idea_a_mask_token_by_token": "behind the product", "sum_before_the_second_matrix": "taken behind the second",
     "no_gradient_through_the_sum": "on rank 0 0 of", "x_detached": "backward sends nothing", "nothing_in_the_sum": "0 of the",
     "without_the_idea_data_parallel": "Forward is right, and on rank 0 ", "whole_and_no_relu": "The ReLU is missing",
-    "without_the_idea_the_last_rank_alone": "on rank 0 0 of the", "twice_as_much_behind_rank_0": "not all ranks do",
+    "without_the_idea_the_last_rank_alone": "on rank 0 0 of the", "twice_as_much_behind_rank_0": "return different ones",
     "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
-    "without_the_idea_no_copy_is_summed": "its gradient is off by ",
-    "without_the_idea_every_rank_sums": "which holds other key heads",
+    "without_the_idea_no_copy_is_summed": "its gradient is off by ", "without_the_idea_asks_the_toy": "ready-made",
+    "without_the_idea_every_rank_sums": "which holds other key heads", "out_by_inputs": "`out` is split by inputs",
     "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
     "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
     "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist", "fetches_every_part": "a rank sends",
-    "without_the_idea_an_empty_plan": "No weight is split: each rank holds all",
+    "without_the_idea_an_empty_plan": "No weight is split: each rank holds all", "out_is_not_told_of_tokens": "is not told by",
     "without_the_idea_tokens_and_no_weights": "No weight is split", "without_the_idea_asks_lablib": "ready-made",
-    "without_the_idea_gathers_after_each_layer": "what leaves the columns is what the rows want",
+    "without_the_idea_gathers_after_each_layer": "gathered that what follows wants split",
     "one_layer_only": "holds all of `layers.1.attn.wq.weight`", "names_of_another_model": "`layers.*.attention.q` names no",
-    "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "share one gather",
+    "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "gather it each",
     "forgets_the_norm_of_heads": "only a part of the gradient of `layers.0.attn.q_norm.weight`",
     "forgets_a_norm_of_tokens": "only a part of the gradient of `layers.0.ln2.weight`",
     "local_logits": "plain tensors of 24 columns", "sums_the_logits": "have all 48 columns",

@@ -128,8 +128,8 @@ class _Products(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "FakeTensor" not in kinds and (count := flop_registry.get(func.overloadpacket)):
             self.flops += count(*args, **(kwargs or {}), out_val=result)
-        elif func.overloadpacket is torch.ops.aten.mul:  # a matrix product may be written value by value
-            self.flops += 2 * result.numel()
+        elif func.overloadpacket.__name__ in ("mul", "mv", "addmv", "dot"):  # products may be made of these
+            self.flops += 2 * max(x.numel() for x in (result, *args) if isinstance(x, Tensor))
         return result
 
 
@@ -176,19 +176,19 @@ def _judge_mlp_forward(results: list[dict], full: Tensor, values: list[Tensor], 
     if not off:
         refuse("", ("A rank that sends nothing has computed the whole product: take its part of both matrices", alone))
         return
-    bias, y = values[-1], results[off[0]]["y"]
+    bias, y, told = values[-1], results[off[0]]["y"], f"Rank {off[0]} returns another result than one process"
+    at, differ = int((y - full).abs().argmax()), not all(_same(got["y"], y) for got in results)
     refuse("",
         (f"The last bias counts {tp} times: it belongs to the sum, not to each part", _same(y, full + (tp - 1) * bias)),
         ("The parts are averaged; they are parts of one sum", _same(y * tp, full) or _same((y - bias) * tp, full - bias)),
         ("The last bias is missing", _same(y, full - bias)),
         ("The last bias is shared out after the sum: it is added once there, whole", _same(y, full + (1 / tp - 1) * bias)),
     )  # fmt: skip
-    recognize(y, "", _mlp_slips(values, tp), _same)
-    at, told = int((y - full).abs().argmax()), f"Rank {off[0]} returns another result than one process"
+    recognize(y, "", [] if differ else _mlp_slips(values, tp), _same)
     refuse(
         "",
         (f"{told}, and sends nothing: the result is a sum over the ranks", off[0] in alone),
-        (f"{told}, and not all ranks do: each needs the whole sum", len(off) < tp),
+        (f"{told}, and ranks return different ones: each needs the whole sum, taken behind the second matrix", differ),
         (f"{told}: one value is {y.flatten()[at]:.4g} and should be {full.flatten()[at]:.4g}", True),
     )
 
@@ -310,7 +310,7 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
             f"{_words(case)}: the query heads come out even and the key heads do not, since a rank holds at most "
             f"max(1, num_kv_heads/tp) of them, and {each}. Raise a ValueError."
         )
-    ready = "lablib.calc.parallel.tensor.split_heads" in getattr(answer, "called", ())
+    ready = [name for name in getattr(answer, "called", ()) if name.endswith((".split_heads", ".head_split"))]
     refuse("", ("This layout is lablib's, ready-made: work out yourself who holds what", ready))
     return (
         f"{len(cases)} layouts computed rank by rank, forward and backward: no message between the projections and the "
@@ -605,11 +605,11 @@ def write_plan(answer: Callable[[nn.Module], dict]) -> str:
     sent = [max(got["sent"][way] for got in results) for way in (0, 1)]
     refuse(
         "",
-        (f"Right, but forward sends {sent[0]:,.0f} bytes and {allowed:,.0f} will do: what leaves the columns is what the rows "
-         "want, so nothing is sent in between, and all that read one input share one gather", sent[0] > allowed * 1.001),
+        (f"Right, but forward sends {sent[0]:,.0f} bytes and {allowed:,.0f} will do, as when something is gathered that what "
+         "follows wants split, readers of one input gather it each, or `out` is split by inputs", sent[0] > allowed * 1.001),
         (f"Right, but backward sends {sent[1]:,.0f} bytes and {back:,.0f} will do, as when each layer that reads an input sums "
-         "the gradient of it by itself. Let the half take its input once, as a DTensor, and the parts are added on the rank",
-         sent[1] > back * 1.001),
+         "the gradient of it by itself (let the half take its input once, as a DTensor), or `out` is not told by input_layouts "
+         "that tokens come split", sent[1] > back * 1.001),
     )  # fmt: skip
     return (
         f"Logits and gradients of one process; a rank holds {results[0]['held']:,} of {numel:,} numbers, and sends "
