@@ -118,6 +118,15 @@ class zero2_step:
         for k, gradient in [(k, gradient.clone()) for k, gradient in backward()]:
             _update_and_gather(weights[k], _mean_shard(gradient, momenta[k]), momenta[k], lr)
 
+    def gathers_all_weights_at_once(weights, backward, momenta, lr):
+        n = dist.get_world_size()
+        for k, gradient in backward():
+            momenta[k].mul_(0.9).add_(_mean_shard(gradient, momenta[k]))
+        mine = torch.cat([_mine(w) - lr * m for w, m in zip(weights, momenta, strict=True)])
+        all_gather(whole := mine.new_empty(n * len(mine)), mine)
+        for w, rows in zip(weights, whole.view(n, -1).split([len(m) for m in momenta], 1), strict=True):
+            w.copy_(rows.flatten())
+
     def without_the_idea_full_gradients_kept_out_of_sight(weights, backward, momenta, lr):
         """As above, in memory that no count of tensors sees."""
         for k, gradient in [(k, gradient.tolist()) for k, gradient in backward()]:
@@ -771,6 +780,7 @@ class zero_tradeoffs:
 SENTENCES = {
     "never_ends": "It never ends",
     "without_the_idea_full_gradients_kept": "are stage 1",
+    "gathers_all_weights_at_once": "copies take room too",
     "without_the_idea_ddp_that_forgets_its_momentum": "An all-reduce brings",
     "two_backward_passes": "once a step",
     "without_the_idea_ddp": "which no stage of ZeRO does",
