@@ -28,6 +28,7 @@ from lablib.calc.memory.activations import layer_activations
 from lablib.calc.models import ModelConfig
 from lablib.calc.params import count_params
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     ask_ranks,
@@ -54,7 +55,6 @@ RUN_LOSSES = {"eager": 12, "megatron": 6}
 TERMS = ("parameters", "weights", "gradients", "optimizer", "activations", "logits", "peak")
 #: What counts in a learner's place.
 _COUNTING = ("lablib.calc.memory.", "lablib.calc.params.", "lablib.calc.precision.", "lablib.checks.rung01.")
-_NEW = random.SystemRandom()  # draws anew in every call, so that answers to what was seen are none
 
 
 def _dice(seed: int) -> random.Random:
@@ -325,7 +325,7 @@ def _tasks(seed: int) -> list[tuple[_Task, SimpleNamespace]]:
 )
 def train_within(answer: Callable[..., Iterable[float]], seed: int = 1) -> str:
     """Judge `train_within(model, batches, adamw, device)` by running it on devices that stop like a GPU."""
-    for number in (seed, _NEW.randrange(10**6)):
+    for number in (seed, NEW.randrange(10**6)):
         with _untraced():
             tasks = _tasks(number)
         for task, right in tasks:
@@ -478,7 +478,7 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in range(len(_FAULTS))]
     dice.shuffle(drawn)
-    drawn.append(len(_FAULTS) * _NEW.randrange(1000) + _NEW.randrange(len(_FAULTS) - 1))  # ill
+    drawn.append(len(_FAULTS) * NEW.randrange(1000) + NEW.randrange(len(_FAULTS) - 1))  # ill
     for number, said in zip(drawn, ask_ranks(answer, RANKS, drawn, make=TrainingJob), strict=True):
         kind, rank, since = _fault(number)
         found = [_read_surplus(got) for got in said]
@@ -538,7 +538,7 @@ def _draw_runs(dice: random.Random) -> list[tuple]:
     while True:
         runs, tokens = [], {"loss": [], "step": []}
         kinds = [*product(RUN_OPTIMIZERS, ("none", "full"))]  # one comes again, with its peak at the other instant
-        for i, other, of in [*((i, 0, dice) for i in range(len(kinds))), (_NEW.randrange(len(kinds)), 1, _NEW)]:
+        for i, other, of in [*((i, 0, dice) for i in range(len(kinds))), (NEW.randrange(len(kinds)), 1, NEW)]:
             (optimizer, recompute), at = kinds[i], ("loss", "step")[(i + i // 2 + other) % 2]
             loss = ("eager", "megatron")[(i + i // 4) % 2]  # both at both instants
             shape, seq, batch, truth = _draw_run(of, optimizer, recompute, loss, at)

@@ -21,6 +21,7 @@ from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.checks.judging import (
+    NEW,
     Row,
     Sealed,
     Slip,
@@ -45,7 +46,6 @@ __all__ = ["RECORDING", "StrangeJob", "all_reduce_mean", "ddp_bottleneck", "find
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
 #: Draws something anew in every call, so that answers to what was seen are none.
-_NEW = random.SystemRandom()
 
 
 # --- all-reduce by hand -------------------------------------------------------------------------------------
@@ -62,14 +62,14 @@ Send = Callable[[int, int, Sequence[float]], list[float]]
 )
 def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]]]) -> str:
     """Judge `all_reduce_mean(gradients, send)`: 4 ranks with 8 numbers first, then other sizes."""
-    for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5), (6, 6 * _NEW.randint(1, 9))):
+    for ranks, length in ((4, 8), (2, 6), (3, 12), (5, 5), (6, 6 * NEW.randint(1, 9))):
         # Powers of ten: the digits of every sum say which ranks are in it.
         gradients = [[float(10**rank * (k + 1)) for k in range(length)] for rank in range(ranks)]
         sent, got = _over_the_wire(answer, gradients)
         _judge_result(_rows(got, ranks, length), gradients)
         _judge_traffic(sent, ranks, length)
         _judge_wire(answer, gradients)
-        drawn = [[float(_NEW.randrange(1, 100)) for _ in row] for row in gradients]
+        drawn = [[float(NEW.randrange(1, 100)) for _ in row] for row in gradients]
         mean = [sum(column) / ranks for column in zip(*drawn, strict=True)]
         rows = _rows(_over_the_wire(answer, drawn)[1], ranks, length)
         refuse("", ("The mean is right for 10^r times 1, 2, 3, ..., and not for other gradients: make it of the numbers that arrive",
@@ -308,8 +308,8 @@ def _practise(answer: Callable[..., object], asked: _Practice) -> _Trained:
 )
 def train_ddp(answer: Callable[..., object]) -> str:
     """Judge `train_ddp(model, data, epochs, micro_batch, accumulate, lr)` on ranks, beside one process, by what is sent."""
-    for asked, epochs in zip(_PRACTICE, _NEW.sample((2, 3), 2), strict=True):
-        asked = asked._replace(epochs=epochs, lr=_NEW.uniform(0.3, 0.6))
+    for asked, epochs in zip(_PRACTICE, NEW.sample((2, 3), 2), strict=True):
+        asked = asked._replace(epochs=epochs, lr=NEW.uniform(0.3, 0.6))
         trained = on_ranks(_practise, asked.ranks, answer, asked)
         _judge_shares(trained, asked)
         _judge_steps(trained, asked)
@@ -469,7 +469,7 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
         (gpt3, 2, 256, 3, 64, 140e12, 25e9),
         (gpt3, 2, 256, 1, 2, 140e12, 300e9),  # it hides, as two ranks send half of what many do
     ]
-    for each in [dice] * 27 + [_NEW] * 3:
+    for each in [dice] * 27 + [NEW] * 3:
         job = int(10 ** each.uniform(7, 11)), 2 ** each.randint(6, 15), each.choice([2, 3, 8, 16, 100, 512])
         link = each.choice([2, 4]), each.uniform(40, 900) * 1e12, each.uniform(1, 450) * 1e9
         cases.append((job[0], link[0], job[1], each.choice([1, 2, 5, 16]), job[2], *link[1:]))
@@ -742,7 +742,7 @@ _CASES = (1, 0, 2, 3, 4)
 def find_fault(answer: Callable[[StrangeJob], object], seed: int = 2) -> str:
     """Judge `find_fault(job)`, called on each of four ranks, on jobs drawn: what is wrong, where and from when, or nothing."""
     dice = random.Random(seed)
-    jobs = [5 * dice.randrange(10**6) + case for case in _CASES] + [5 * _NEW.randrange(10**6) + _NEW.randrange(1, 5)]
+    jobs = [5 * dice.randrange(10**6) + case for case in _CASES] + [5 * NEW.randrange(10**6) + NEW.randrange(1, 5)]
     said = ask_ranks(answer, StrangeJob.ranks, jobs, f"{__name__}.StrangeJob._truth", make=StrangeJob)
     for number, got in zip(jobs, said, strict=True):
         _judge_finding(StrangeJob(number), [_finding(each, StrangeJob.ranks) for each in got])

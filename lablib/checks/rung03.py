@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
 from lablib.calc.parallel import layer_elements
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     agreed,
@@ -42,7 +43,6 @@ from lablib.launch.torch_private import TorchDispatchMode
 from lablib.toys.tensor_parallel import ColumnParallelLinear, RowParallelLinear, even_split, reduce_from_tp
 
 __all__ = ["Job", "Reader", "find_fault", "split_mlp", "split_qkv", "write_plan"]
-_NEW = random.SystemRandom()  # no list has what it draws
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
@@ -155,7 +155,7 @@ def _mlp_on_a_rank(group: dist.ProcessGroup, answer: Callable, width: int) -> di
 )
 def split_mlp(answer: Callable[..., Tensor]) -> str:
     """Judge `split_mlp(x, up, up_bias, down, down_bias, group)`: forward, five gradients and the bytes."""
-    tp, width = 3, _NEW.choice((6, 8, 10))
+    tp, width = 3, NEW.choice((6, 8, 10))
     *leaves, grad = _mlp_problem(tp, width)
     whole_y = F.linear(torch.relu(F.linear(*leaves[:3])), *leaves[3:])
     whole_y.backward(grad)
@@ -280,7 +280,7 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
     dice = random.Random(seed)
     cases = [(4, 4, 8, 2), (8, 2, 4, 2), (8, 2, 4, 4), (64, 8, 2, 16), (25, 25, 2, 5), (6, 6, 4, 6), (8, 1, 4, 4)]
     while len(cases) < 30:
-        dice = dice if len(cases) < 24 else _NEW
+        dice = dice if len(cases) < 24 else NEW
         kv, group, width = dice.randint(1, 6), dice.randint(1, 6), dice.choice((2, 4))
         heads = kv * group
         usable = [t for t in range(1, heads + 1) if heads % t == 0 and (kv % t == 0 or t % kv == 0)]
@@ -293,7 +293,7 @@ def split_qkv(answer: Callable[[int, int, int, int], Sequence[tuple]], seed: int
             where = _words(case) + " is possible" + " (ranks may hold copies of a key head)" * (case[3] > case[1])
             raise Wrong(f"{where}, and your answer raises a ValueError{own_line(error)}{said}.") from None
         _judge_heads(_rows_of_ranks(ranks, case), *case)
-    drawn = [(kv * _NEW.randint(1, 6), kv, 4, _NEW.randint(2, 12)) for kv in _NEW.choices(range(2, 9), k=200)]
+    drawn = [(kv * NEW.randint(1, 6), kv, 4, NEW.randint(2, 12)) for kv in NEW.choices(range(2, 9), k=200)]
     for case in (*_IMPOSSIBLE, *(c for c in drawn if c[0] % c[3] or (c[1] % c[3] and c[3] % c[1]))):
         try:
             answer(*case)

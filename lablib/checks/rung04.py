@@ -34,6 +34,7 @@ from lablib.calc.schedules import (
     zb_h1,
 )
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     by_name,
@@ -52,7 +53,6 @@ from lablib.toys.transformer import Transformer, tiny_config
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
 #: Draws one case more in every call, so that answers to cases that were seen are none.
-_NEW = random.SystemRandom()
 
 
 def _by_rank(got: object) -> object:
@@ -140,7 +140,7 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
 )
 def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
-    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (_NEW.randint(5, 9), _NEW.randint(14, 30))]
+    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (NEW.randint(5, 9), NEW.randint(14, 30))]
     for p, m in cases:
         _judge_1f1b(answer(p, m), p, m)
     _refuse_lablibs(answer, "one_f_one_b", "interleaved", "zb_h1")
@@ -186,7 +186,7 @@ def _judge_1f1b(answer: object, p: int, m: int) -> None:
 def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
-    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (_NEW.randint(3, 7), _NEW.randint(11, 20))):
+    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (NEW.randint(3, 7), NEW.randint(11, 20))):
         mine, rival = _within_memory(answer(p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         whole = any(event.action.kind == "B" for event in mine.events)
         told = "let the rank before you have its gradient first, and do your weights after it" if whole else (
@@ -323,7 +323,7 @@ def _batch(seed: int, m: int) -> tuple[Tensor, Tensor]:
 )
 def train_in_stages(answer: Callable[..., object]) -> str:
     """Judge `train_in_stages(model, times, tokens, targets, m, loss)`: one step of 1F1B on three ranks, beside one process."""
-    cases, p = [(6, 4), (7, 6), (8, 5), (2 * _NEW.randrange(50, 10**6), 4)], 3
+    cases, p = [(6, 4), (7, 6), (8, 5), (2 * NEW.randrange(50, 10**6), 4)], 3
     by_rank, longest = on_ranks(_train, p, answer, cases), []
     for (seed, m), runs in zip(cases, zip(*by_rank, strict=True), strict=True):
         ran, gradients, losses, talks = zip(*runs, strict=True)
@@ -544,7 +544,7 @@ def suspect(seed: int, m: int = 6) -> Suspect:
 )
 def find_wrong_action(answer: Callable[[Suspect], object]) -> str:
     """Judge `find_wrong_action(pipeline)`, called on each of four ranks: the first wrong action, None in a healthy pipeline."""
-    seeds, p, m = [*range(30, 36), 6 * _NEW.randrange(10**5) + _NEW.choice((0, 1, 3, 4, 5))], 4, 5  # no healthy one
+    seeds, p, m = [*range(30, 36), 6 * NEW.randrange(10**5) + NEW.choice((0, 1, 3, 4, 5))], 4, 5  # no healthy one
     by_rank = on_ranks(_search, p, answer, seeds, m)
     for found in zip(*by_rank, strict=True):
         _judge_found({said for said, *_ in found if said}, *found[0][1:], p)
@@ -617,7 +617,7 @@ CHANGES = {
 )
 def explain_1f1b(answer: Callable[[Mapping, Mapping], Mapping[str, object]], seed: int = 11) -> str:
     """Judge `explain_1f1b(before, after)`: what one change did to a run, and what twice the micro-batches would do."""
-    cases = _changed(seed) + _NEW.sample(_changed(_NEW.randrange(10**6)), 6)
+    cases = _changed(seed) + NEW.sample(_changed(NEW.randrange(10**6)), 6)
     for change, before, after, name, more in cases:
         asked = "changed", "schedule", "idle_over_total", "held"
         got = by_name(answer(copy.deepcopy(before), copy.deepcopy(after)), *asked)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lablib.calc.parallel import StageChoice, least_sent, shard_size, zero_choices, zero_state_bytes
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     ask_ranks,
@@ -37,7 +38,7 @@ __all__ = ["Job", "find_bad_shard", "jobs", "train", "zero2_step", "zero3_step",
 
 # --- a ZeRO-2 step ------------------------------------------------------------------------------------------
 
-_STEPS, _NEW = 3, random.SystemRandom()  # some of what is asked is drawn in each call: no table has it
+_STEPS = 3
 #: What multiplies the shard of momentum between steps. Who keeps all of the momentum elsewhere does not notice.
 _BETWEEN = -2.0
 
@@ -128,7 +129,7 @@ def zero2_step(answer: Callable[..., None]) -> str:
         (2, (7, 5, 6, 4, 7, 3, 6, 5)),
         (4, 2 * (2, 3, 1, 3, 2, 3, 3, 1)),
     ):  # most mistakes show on two
-        lr, seed = 2.0 ** -_NEW.randint(3, 5), _NEW.randrange(10**6)
+        lr, seed = 2.0 ** -NEW.randint(3, 5), NEW.randrange(10**6)
         results = on_ranks(_zero2_rank, ranks, answer, widths, lr, seed)
         _judge_step(results, _gradients(ranks, ranks * sum(widths), seed), lr)
     return "The step of one process, no byte more than DDP sends, and a rank holds its pieces and at most two buckets."
@@ -328,7 +329,7 @@ class _Model(Sealed):
 )
 def zero3_step(answer: Callable[..., list[list[float]]]) -> str:
     """Judge `zero3_step(layers, x, gather, release, forward, backward, scatter)`: values, order, and what is live."""
-    for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, _NEW.randrange(10**6))):
+    for layers, width, ranks, seed in ((4, 8, 4, 1), (3, 6, 2, 2), (6, 12, 3, NEW.randrange(10**6))):
         model = _Model(layers, width, ranks, seed)
         calls = model.gather, model.release, model.forward, model.backward, model.scatter
         got = answer(layers, list(model.x), *calls)
@@ -496,7 +497,7 @@ def _trained_alone(start: nn.Module, batches: Tensor) -> dict[str, list[Tensor]]
 )
 def train(answer: Callable[..., Any]) -> str:
     """Judge `train(model, steps, loss_of, adamw, budget)` on 3 real ranks, with room for each of the stages."""
-    budgets = [round(random.Random().uniform(low, high), 3) for low, high, _ in _BUDGETS]  # others each time
+    budgets = [round(NEW.uniform(low, high), 3) for low, high, _ in _BUDGETS]  # others each time
     results = on_ranks(_train_rank, _TRAIN_RANKS, answer, budgets)
     for budget, (*_, stage), found in zip(budgets, _BUDGETS, zip(*results, strict=True), strict=True):
         _judge_trained(found, f"a budget of {budget:g} times the weights")
@@ -683,7 +684,7 @@ def jobs(seed: int) -> list[Job]:
 )
 def find_bad_shard(answer: Callable[[Job], Any]) -> str:
     """Judge `find_bad_shard(job)`, which runs on each of a job's ranks: (rank, parameter, part of the step) or None."""
-    some = jobs(_NEW.randrange(10**6))
+    some = jobs(NEW.randrange(10**6))
     every = sorted(
         zip(some, ask_ranks(answer, Job.ranks, some), strict=True),
         key=lambda pair: [None, *_ILLS].index(pair[0]._ill[0]),
@@ -742,7 +743,7 @@ _Case = tuple[int, int, int, int, int]
 )
 def zero_tradeoffs(answer: Callable[[int, int, int, int, int], dict[str, Any]], seed: int = 55) -> str:
     """Judge `zero_tradeoffs(params, ranks, sequences, activations, budget)` by hand first, then on random jobs."""
-    cases = [*_BY_HAND, *_drawn(seed), *_drawn(_NEW.randrange(10**6))[:6]]
+    cases = [*_BY_HAND, *_drawn(seed), *_drawn(NEW.randrange(10**6))[:6]]
     for case in cases:
         _judge_tradeoffs(answer(*case), case)
     used = [n.rpartition(".")[2] for n in getattr(answer, "called", ()) if n.startswith("lablib.calc.parallel.zero.")]

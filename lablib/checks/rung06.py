@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lablib.calc.parallel import TimedUnit, fsdp_step, peak_held_bytes
-from lablib.checks.judging import Sealed, Wrong, ask_ranks, by_name, check, numbers, on_ranks, refuse
+from lablib.checks.judging import NEW, Sealed, Wrong, ask_ranks, by_name, check, numbers, on_ranks, refuse
 from lablib.launch.measure import record_comms
 from lablib.launch.ranks import Endless, Turns, rank_mesh
 from lablib.toys.transformer import Transformer, tiny_config
@@ -37,7 +37,6 @@ __all__ = [
 
 # --- fully_shard, on models of others -----------------------------------------------------------------------
 
-_NEW = random.SystemRandom()  # draws anew in every call, so that answers to what was seen are none
 _HIDDEN = 32
 _NAMES = (
     ("embed", "blocks", "norm", "head"),
@@ -158,7 +157,7 @@ _AXES = ("replicate", "shard")
 def apply_fsdp(answer: Callable[..., Any], seed: int = 66) -> str:
     """Judge `apply_fsdp(model, mesh, most, fp32)` on three models, by a step of each on four ranks."""
     made, told = models(seed), []
-    drawn = iter(lambda: _NEW.choice(models(_NEW.randrange(2**32))), None)
+    drawn = iter(lambda: NEW.choice(models(NEW.randrange(2**32))), None)
     made.append(next(one for one in drawn if one.options not in [each.options for each in made]))
     all_seen = on_ranks(lambda answer: [_shard_and_step(answer, one) for one in made], 4, answer)[0]
     for model, seen in zip(made, all_seen, strict=True):
@@ -364,7 +363,7 @@ def jobs(seed: int = 6006) -> list[Job]:
 )
 def find_fault(answer: Callable[[Job], Any], seed: int = 6006) -> str:
     """Judge `find_fault(job)`, called on each of four ranks, on jobs with one fault or none."""
-    made = [*jobs(seed), next(job for job in jobs(_NEW.randrange(2**32)) if job._fault)]
+    made = [*jobs(seed), next(job for job in jobs(NEW.randrange(2**32)) if job._fault)]
     for number, (job, said) in enumerate(zip(made, ask_ranks(answer, Job.ranks, made), strict=True)):
         _judge_found(f"job {number}", job, [_read_found(got) for got in said])
     healthy = sum(not job._fault for job in made)
@@ -527,7 +526,7 @@ _CASES = [(2, (0, 1), False), (2, (1, 0), False), (3, (0, 2, 1), False), (3, (2,
 )
 def write_checkpoint(answer: Callable[..., None]) -> str:
     """Judge `write_checkpoint(disk, rank, ranks, step, state, barrier)` at every moment, for several orders of ranks."""
-    moments, step = 0, _NEW.randrange(50, 1000)
+    moments, step = 0, NEW.randrange(50, 1000)
     for ranks, order, leftover in _CASES:
         old = {f"step-40/rank-{r}": {**_state(r, 40), "step": 40} for r in range(ranks)}
         if leftover:  # a job of more ranks died just before it published this very step
@@ -771,7 +770,7 @@ def _drawn(seed: int) -> list[tuple[str, Situation]]:
 )
 def choose_wrapping(answer: Callable[..., Any], seed: int = 606) -> str:
     """Judge `choose_wrapping(parts, tied, budget, price)` in situations by hand, and in some that are drawn."""
-    unseen = [one for each in (seed + 1000, _NEW.randrange(2**32)) for one in [*situations(each)][len(_SITUATIONS) :]]
+    unseen = [one for each in (seed + 1000, NEW.randrange(2**32)) for one in [*situations(each)][len(_SITUATIONS) :]]
     cases, most = [*situations(seed), *((f"unseen, {name}", made) for name, made in unseen)], 0
     for name, made in cases:
         _judge_choice(name, made, _asked(answer, made))

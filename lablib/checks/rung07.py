@@ -24,6 +24,7 @@ from lablib.calc.layouts import CASES, Case, Mesh, case_peak, score
 from lablib.calc.layouts.planner import APART, MEASURED_RUNS, Layout
 from lablib.calc.params import count_params
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     agreed,
@@ -46,7 +47,6 @@ __all__ = ["Cluster", "Job", "build_mesh", "find_fault", "plan_cluster", "sketch
 
 Sizes = dict[str, int]
 #: Draws a case anew in each call, which no list of answers has.
-_NEW = random.SystemRandom()
 
 
 def _mesh(sizes: Sizes, gpus_per_node: int = 8) -> Mesh:
@@ -93,7 +93,7 @@ def sketch(answer: Callable[[Sizes, int], Mapping[str, object]], seed: int = 77)
     # that fills half of its node: "stride times size divides the node" is no rule for these.
     cases += [({"tp": 3, "dp": 4}, 4), ({"dp": 8, "cp": 1, "pp": 2}, 6), ({"tp": 3, "dp": 1}, 8)]
     cases += [({"tp": 8, "pp": 4, "dp": 2}, 8), ({"tp": 8, "dp": 16, "pp": 8}, 8)]
-    cases += [(_draw(each), each.choice((2, 4, 6, 8))) for each in (*[dice] * 9, *[_NEW] * 3)]
+    cases += [(_draw(each), each.choice((2, 4, 6, 8))) for each in (*[dice] * 9, *[NEW] * 3)]
     for sizes, gpus_per_node in cases:
         _judge_sketch(_of(answer, dict(sizes), gpus_per_node, sizes=sizes), sizes, gpus_per_node)
     if any(name.startswith("lablib.") for name in getattr(answer, "called", ())):
@@ -250,7 +250,7 @@ def _train_on(meshes: Mapping[str, DeviceMesh], sizes: Sizes) -> dict[str, Any]:
 )
 def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
     """Judge `build_mesh(sizes)` by each rank's groups and by a step of FSDP2, tp and stages on them, for five jobs."""
-    four, two = _NEW.sample(range(5), 2)
+    four, two = NEW.sample(range(5), 2)
     jobs = [*_JOBS, tuple({four: 4, two: 2}.get(axis, 1) for axis in range(5))]
     results = on_ranks(_on_meshes, 8, answer, jobs, patience=60.0)
     for shape, by_rank in zip(jobs, zip(*results, strict=True), strict=False):
@@ -442,7 +442,7 @@ def find_fault(answer: Callable[[Job, DeviceMesh], Any], seed: int = 1) -> str:
         kind += where[1:] * (kind in ("own", "wrong axis"))
         jobs.setdefault(kind if kind or "" not in jobs else "again", job)
     while len(jobs) < len(_KINDS) + 6:  # two more with a fault, which nobody has seen
-        job = Job(_NEW.randrange(10**9))
+        job = Job(NEW.randrange(10**9))
         jobs.setdefault("new " * bool(kind := _drawn(job._seed)[0]) + kind, job)
     found = ask_ranks(answer, 8, list(jobs.values()), more=_its_mesh, patience=60.0)
     for job, by_rank in zip(jobs.values(), found, strict=True):
@@ -527,8 +527,8 @@ def _clusters(seed: int) -> list[Case]:
     for name in _ROWS:
         run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
         if name == _ROWS[-1]:
-            more = batch = _NEW.randint(2, 8)
-            batch *= 64 * _NEW.randint(2, 16)  # so that chunks are possible in 16 stages
+            more = batch = NEW.randint(2, 8)
+            batch *= 64 * NEW.randint(2, 16)  # so that chunks are possible in 16 stages
         run = replace(run, gpus=more * run.gpus, global_batch=batch)
         found.append(Case(f"{name.split()[0]} on {run.gpus:,} {run.gpu}, batch {run.global_batch:,}", run, ""))
     return found

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from lablib.calc.precision import FORMATS, quantized_bytes
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     as_float,
@@ -35,8 +36,6 @@ from lablib.launch.measure import record_comms
 from lablib.launch.precision import product_error, through
 
 __all__ = ["LowPrecisionJob", "Network", "block_recipe", "lost_bits", "train_step", "what_breaks"]
-
-_NEW = random.SystemRandom()  # something is drawn anew in every call, so that answers to what was seen are none
 
 
 # --- what breaks --------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def _situations(dice: random.Random, count: int) -> list[_Case]:
 )
 def what_breaks(answer: Callable[..., set[str]], seed: int = 88) -> str:
     """Judge `what_breaks(name, activation, gradients, scale, weight, update, master)` on random training steps."""
-    cases = _situations(random.Random(seed), 250) + _situations(_NEW, 27)[7:]
+    cases = _situations(random.Random(seed), 250) + _situations(NEW, 27)[7:]
     for case in cases:
         got, truth = _named(answer(*case)), _truth(case)
         for failure in sorted(got ^ truth):
@@ -237,7 +236,7 @@ def _clipped(gradient: Tensor) -> Tensor:
 )
 def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
     """Judge `train_step(model, optimizer, schedule, scaler, micro_batches, max_norm)` by steps of it on two ranks."""
-    kinds, good, before = (*_STEPS, *_NEW.sample(_THEN, len(_THEN))), 0, None
+    kinds, good, before = (*_STEPS, *NEW.sample(_THEN, len(_THEN))), 0, None
     by_rank = on_ranks(_train_on_a_rank, _RANKS, answer, seed, kinds)
     for step, (kind, *here) in enumerate(zip(kinds, *by_rank, strict=False)):
         good = 0 if "overflows" in kind else good + 1
@@ -496,7 +495,7 @@ def lost_bits(answer: Callable[[LowPrecisionJob], Any], seed: int = 88) -> str:
     drawn = [5 * (2 * dice.randrange(100) + on_all) + kind for kind in range(1, 5) for on_all in (0, 1)]
     drawn.append(5 * dice.randrange(100))
     dice.shuffle(drawn)
-    new = {(_fault(n)[0], _fault(n)[1][2:]): n for n in _NEW.sample(range(2500, 10**7), 500) if _fault(n)[0]}
+    new = {(_fault(n)[0], _fault(n)[1][2:]): n for n in NEW.sample(range(2500, 10**7), 500) if _fault(n)[0]}
     drawn += new.values()
     asked = ask_ranks(answer, 2, drawn, make=LowPrecisionJob)
     for number, said in zip(drawn, asked, strict=True):
@@ -606,7 +605,7 @@ _JOBS = (
 )
 def block_recipe(answer: Callable[..., Any], seed: int = 8080) -> str:
     """Judge `block_recipe(units, layers, limit)` on seven GPUs and limits: the format of each layer, and bytes kept."""
-    fixed, count, new = _layers(seed), 0, random.Random()
+    fixed, count, new = _layers(seed), 0, NEW
     turn = new.randrange(1, len(fixed))  # other names for what the layers are: no table has them
     renamed = dict(zip([*fixed][turn:] + [*fixed][:turn], _layers(new.randrange(10**6)).values(), strict=True))
     for (units, limit), layers in [*((job, fixed) for job in _JOBS), (_JOBS[2], renamed)]:

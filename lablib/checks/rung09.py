@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from lablib.calc.memory.activations import recompute_cost
 from lablib.calc.models import preset
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Slip,
     Wrong,
@@ -43,7 +44,6 @@ __all__ = ["Job", "TrainingJob", "checkpoint", "choose", "faulty_part", "job_of"
 # --- a checkpoint by hand -----------------------------------------------------------------------------------
 
 ROWS, WIDTH = 96, 64
-_NEW = random.SystemRandom()  # what is drawn from it no list has
 
 
 class _Block(nn.Module):
@@ -286,7 +286,7 @@ def _least_again(products: list[tuple[int, int]], room: int) -> int:
 )
 def keep_within(answer: Callable[[nn.Sequential, Tensor, int], Tensor], seed: int = 197) -> str:
     """Judge `keep_within(model, x, limit)` by a step: bytes alive after forward, gradients, FLOPs that run again."""
-    settings = _limits(seed) + _limits(_NEW.randrange(1 << 30), models=1)[1:4]  # no list has the last
+    settings = _limits(seed) + _limits(NEW.randrange(1 << 30), models=1)[1:4]  # no list has the last
     for model, plain, each, limit in settings:
         least = _least_again(plain["forward"], limit - each["kept"])
         _judge_within(_train(answer, model, limit), plain, each, limit, least)
@@ -610,7 +610,7 @@ _CHOICE_SLIPS: list[Slip] = [
 )
 def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> str:
     """Judge `choose(job)` on situations computed from real models, with budgets around borders."""
-    cases, new = jobs(random.Random(seed)), jobs(_NEW)
+    cases, new = jobs(random.Random(seed)), jobs(NEW)
     words = "{0.name}, budget {0.budget:,} bytes".format
     compare(answer, [(job,) for job in cases + new], _answer(), _CHOICE_SLIPS, words, read=_read)
     refuse_peeking(answer, f"{__name__}.best_choice", f"{__name__}.moments")
@@ -817,7 +817,7 @@ def faulty_part(answer: Callable[[TrainingJob], Any], seed: int = 90) -> str:
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(100) + kind for kind in (*range(len(_FAULTS)), 0, 3)]
     dice.shuffle(drawn)
-    drawn += [len(_FAULTS) * _NEW.randrange(100, 100_000) + kind for kind in range(len(_FAULTS))]  # no list has these
+    drawn += [len(_FAULTS) * NEW.randrange(100, 100_000) + kind for kind in range(len(_FAULTS))]  # no list has these
     for number, said in zip(drawn, ask_ranks(answer, RANKS, drawn, make=TrainingJob), strict=True):
         kind, rank, *where = _fault(number)
         found = [_read_part(got) for got in said]

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import get_pg_count
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.communication import chunk_sizes, collective_time, traffic
-from lablib.checks.judging import Wrong, agreed, ask_ranks, by_name, check, chosen, close, on_ranks, refuse, whole
+from lablib.checks.judging import NEW, Wrong, agreed, ask_ranks, by_name, check, chosen, close, on_ranks, refuse, whole
 from lablib.launch.measure import CommEvent, record_comms
 from lablib.launch.ranks import Endless, Turns
 
@@ -36,7 +36,6 @@ _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
 
 _BASE = 100
 #: Draws something anew in every call, so that answers to what was seen are none.
-_NEW = random.SystemRandom()
 
 
 class _Message(NamedTuple):
@@ -110,7 +109,7 @@ class World(Turns):
 )
 def ring_all_reduce(answer: Callable[..., Any]) -> str:
     """Judge `ring_all_reduce(row, rank, ranks, exchange)` by its sums, its steps, its messages and its bytes."""
-    for ranks, numel in (*_CASES, (_NEW.randint(3, 6), _NEW.randint(32, 60))):
+    for ranks, numel in (*_CASES, (NEW.randint(3, 6), NEW.randint(32, 60))):
         world, (places, units, rows) = World(ranks), _drawn(ranks, numel, _BASE)
         world.run(lambda rank, exchange, n=ranks, rows=rows: answer(rows[rank], rank, n, exchange))
         _judge_sums(rows, units, world.messages, places)
@@ -123,7 +122,7 @@ def ring_all_reduce(answer: Callable[..., Any]) -> str:
 
 def _drawn(ranks: int, numel: int, base: int) -> tuple[list[int], Tensor, list[Tensor]]:
     """Return the power of the base on each rank, each element's unit, and the rows: no rank knows what the others hold."""
-    places, units = _NEW.sample(range(ranks), ranks), torch.tensor(_NEW.choices(range(1, 100), k=numel)).double()
+    places, units = NEW.sample(range(ranks), ranks), torch.tensor(NEW.choices(range(1, 100), k=numel)).double()
     return places, units, [float(base) ** place * units for place in places]
 
 
@@ -221,7 +220,7 @@ def _judge_traffic(messages: list[_Message], ranks: int, numel: int) -> None:
 def fast_all_reduce(answer: Callable[..., Any], seed: int = 10) -> str:
     """Judge `fast_all_reduce(row, rank, ranks, exchange, latency, bandwidth)` by its sums and by the clock of its messages."""
     dice = random.Random(seed)
-    cases, drawn = [], ((2, _NEW, 2), (8, _NEW, 1.2), (4, _NEW, 1.2))
+    cases, drawn = [], ((2, NEW, 2), (8, NEW, 1.2), (4, NEW, 1.2))
     for ranks, chance, times in ((4, dice, 3.6), (8, dice, 1.3), (2, dice, 3), (4, dice, 1.3), (8, dice, 3), *drawn):
         # From 8 α W on the ring is the faster one of 4 ranks, from 8.8 α W of 8, and never of 2: far from that, and near.
         latency, elements, even = 10 ** chance.uniform(-6, -3), chance.randint(40, 80), 8.8 if ranks == 8 else 8
@@ -340,7 +339,7 @@ def _hook_rank(answer: Callable[..., Any], per_host: int, places: list[int]) -> 
 def make_hook(answer: Callable[..., Any]) -> str:
     """Judge `make_hook(ranks_per_host)` in DDP on real ranks: its means, what crosses between hosts, and through whom."""
     for ranks, per_host in ((6, 3), (4, 2), (6, 2)):
-        case, places = f"{ranks // per_host} hosts of {per_host} ranks", _NEW.sample(range(ranks), ranks)
+        case, places = f"{ranks // per_host} hosts of {per_host} ranks", NEW.sample(range(ranks), ranks)
         try:
             results = on_ranks(_hook_rank, ranks, answer, per_host, places)
         except Wrong as wrong:
@@ -530,9 +529,9 @@ def _with_its_own(job: Job, sums: Callable = dist.all_reduce) -> Job:
 )
 def find_fault(answer: Callable[[Job], Any], seed: int = 3) -> str:
     """Judge `find_fault(job)`, which runs on each of four ranks, on six jobs: step, rank and layers, or None."""
-    kinds = zip([random.Random(f"jobs {seed}")] * 3 + [_NEW] * 3, (0, 1, 2, 3, 0, 1), strict=True)
+    kinds = zip([random.Random(f"jobs {seed}")] * 3 + [NEW] * 3, (0, 1, 2, 3, 0, 1), strict=True)
     jobs = [Job(4 * dice.randrange(10**6) + kind) for dice, kind in kinds]
-    _NEW.shuffle(jobs)
+    NEW.shuffle(jobs)
     found = ask_ranks(answer, _RANKS, jobs, f"{__name__}.told", make=_with_its_own)
     for number, (job, said) in enumerate(zip(jobs, found, strict=True), 1):
         _judge_finding(agreed([_said(one) for one in said]), job, f"job {number} of {len(jobs)}")

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lablib.calc.runs import ScalingLoss, scaling_loss
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     agreed,
@@ -241,10 +242,9 @@ def _off(losses: Mapping[int, float], right: Mapping[int, float]) -> int | None:
 def keep_training(answer: Callable[[Task, str], Any]) -> str:
     """Judge `keep_training(task, folder)` by the losses of runs that are killed, and go on with other numbers of ranks."""
     _is_written(answer, None, "")
-    dice = random.SystemRandom()  # no list of losses has them
-    seed, every, count = dice.randrange(10**6), dice.choice((3, 4)), dice.choice((30, 40, 45))
+    seed, every, count = NEW.randrange(10**6), NEW.choice((3, 4)), NEW.choice((30, 40, 45))
     noisy, plain = (Task(seed, 4 * every, every, count, dropout) for dropout in (0.2, 0.0))
-    kill, bad = 2 * every + dice.randint(1, every - 1), 3
+    kill, bad = 2 * every + NEW.randint(1, every - 1), 3
     with tempfile.TemporaryDirectory(prefix="keep-") as top:
         first = on_ranks(_before_the_accidents, 2, answer, noisy, plain, kill, bad, top, patience=_PATIENCE)[0]
         right, models = _alone(plain)
@@ -628,7 +628,7 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         # Data is read faster than alone: more is gained there than any other part loses.
         (_rank(data=4, compute=7), [_rank(data=1, compute=8, communication=2.5)] * 2, "weak"),
     ]
-    for dice in [random.Random(seed)] * 30 + [random.Random()] * 4:  # no table has the last four
+    for dice in [random.Random(seed)] * 30 + [NEW] * 4:  # no table has the last four
         scaling, n = dice.choice(("weak", "strong")), dice.randint(2, 6)
         share = 1.0 if scaling == "weak" else 1 / n
         alone = _rank(data=dice.uniform(0.1, 1), compute=dice.uniform(5, 9))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, context_degrees
 from lablib.checks.judging import (
+    NEW,
     Wrong,
     as_float,
     ask_ranks,
@@ -66,7 +67,7 @@ def _parts() -> list[tuple[str, Part, Part, Part]]:
     hand = [torch.tensor([[number]], dtype=torch.float64) for number in (math.log(2), math.log(6), 5.0, 1.0)]
     both = _attend(torch.cat(hand[:2], dim=1), torch.cat(hand[2:]))
     cases = [("one row by hand", _attend(hand[0], hand[2]), _attend(hand[1], hand[3]), both)]
-    dice = torch.Generator().manual_seed(random.Random().randrange(2**31))  # no list has these
+    dice = torch.Generator().manual_seed(NEW.randrange(2**31))  # no list has these
     kinds = ("two blocks of random scores", "scores of about 1,000", "rows that see nothing in a block",
              "blocks in which no row sees anything")  # fmt: skip
     for kind in kinds:
@@ -549,7 +550,7 @@ def _picked(seed: int) -> list[int]:
 )
 def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     """Judge `find_wrong_block(job)`, which runs on each of four ranks, on jobs of every kind and a healthy one."""
-    new = [number for number in random.SystemRandom().sample(range(10**6), 60) if _drawn(number)]  # in no table
+    new = [number for number in NEW.sample(range(10**6), 60) if _drawn(number)]  # in no table
     numbers_ = [*_picked(seed), *new[:2]]
     for number, said in zip(numbers_, ask_ranks(answer, _RANKS, numbers_, make=job), strict=True):
         _judge_fault(said[0], _drawn(number))
@@ -666,7 +667,7 @@ def _fits(job: Job, way: str) -> bool:
 )
 def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> str:
     """Judge `choose_split(seq, heads, kv_heads, head_dim, tp, cp, dp, causal, room)` for jobs of every kind."""
-    jobs = _jobs(random.Random(seed)) + _jobs(random.Random())[-6:]  # no list has the last
+    jobs = _jobs(random.Random(seed)) + _jobs(NEW)[-6:]  # no list has the last
     taken = dict.fromkeys(WAYS, 0)
     for job in jobs:
         possible = [way for way in WAYS if _allowed(job, way) and _fits(job, way)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lablib.calc.layouts import Mesh
 from lablib.calc.parallel import routed_bytes
 from lablib.checks.judging import (
+    NEW,
     Sealed,
     Wrong,
     agreed,
@@ -51,7 +52,6 @@ def _in_own_lines(answer: object, *made: str) -> None:
 #: Their logits are these logarithms and 1 more, which no softmax sees and every sigmoid does.
 _SCORES = ((0.4, 0.3, 0.2, 0.1), (0.42, 0.21, 0.19, 0.18), (0.4, 0.2, 0.22, 0.18), (0.1, 0.2, 0.3, 0.4))
 _BIAS = (0.0, 0.0, 0.15, 0.0)
-_NEW = random.SystemRandom()  # for what no table has
 
 
 @check(
@@ -66,8 +66,8 @@ def route(answer: Callable[[Tensor, Tensor, int], Any], seed: int = 13) -> str:
     for tokens, experts, k in ((3, 4, 1), (5, 4, 2), (7, 8, 3), (1, 6, 6), (16, 32, 4)):
         bias = 0.1 * torch.randn(experts, generator=dice)
         cases.append((2 * torch.randn(tokens, experts, generator=dice), bias, k))
-    rows, mixed = (_NEW.sample(range(4), 4) for _ in "TE")
-    cases.append(((cases[0][0] + _NEW.random())[rows][:, mixed], cases[0][1][mixed], 2))
+    rows, mixed = (NEW.sample(range(4), 4) for _ in "TE")
+    cases.append(((cases[0][0] + NEW.random())[rows][:, mixed], cases[0][1][mixed], 2))
     for logits, bias, k in cases:
         _judge_route(answer(logits.clone(), bias.clone(), k), logits, bias, k)
     _in_own_lines(answer, "MoE", "MoETransformer", "TopKRouter")
@@ -194,7 +194,7 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         (512, 2048, 4, 1, 4, 2),
         (64, 128, 4, 4, 1, 1),
     ]
-    for dice in [random.Random(seed)] * 13 + [_NEW] * 2:
+    for dice in [random.Random(seed)] * 13 + [NEW] * 2:
         nodes, per_node = dice.choice((1, 2, 3, 4, 8)), dice.choice((1, 2, 4, 8))
         experts = nodes * per_node * dice.choice((1, 2, 4))
         k = dice.randint(1, min(experts, 8))
@@ -392,9 +392,9 @@ def folded_step(answer: Callable[..., Any], seed: int = 13) -> str:
     grids = [
         ({"tp": 2, "cp": 1, "dp": 2}, {"edp": 1, "ep": 4}),
         ({"dp": 2, "cp": 2, "tp": 1}, dice.choice(({"edp": 2, "ep": 2}, {"ep": 2, "edp": 2}))),
-        (_NEW.choice(({"cp": 1, "dp": 2, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2})), {"ep": 2, "edp": 2}),
+        (NEW.choice(({"cp": 1, "dp": 2, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2})), {"ep": 2, "edp": 2}),
     ]
-    jobs = [(each.randrange(10**6), *both) for each, both in zip((dice, dice, _NEW), grids, strict=True)]
+    jobs = [(each.randrange(10**6), *both) for each, both in zip((dice, dice, NEW), grids, strict=True)]
     for job, got in zip(jobs, zip(*on_ranks(_folded, 4, answer, jobs), strict=True), strict=True):
         _judge_folded(got, *job)
     return (
@@ -649,7 +649,7 @@ def find_fault(answer: Callable[[MixtureJob], Any], seed: int = 13) -> str:
     """Judge `find_fault(job)`: None, or (part, "forward", "backward" or "update", ranks), for jobs on four ranks."""
     dice = random.Random(seed)
     drawn = [len(_FAULTS) * dice.randrange(1000) + kind for kind in range(len(_FAULTS))]
-    drawn.append(len(_FAULTS) * _NEW.randrange(10**6) + _NEW.randrange(1, len(_FAULTS)))
+    drawn.append(len(_FAULTS) * NEW.randrange(10**6) + NEW.randrange(1, len(_FAULTS)))
     dice.shuffle(drawn)
     found = ask_ranks(answer, RANKS, drawn, make=MixtureJob)
     for number, by_rank in zip(drawn, found, strict=True):

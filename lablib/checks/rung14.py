@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lablib.calc.runs import ReplicaGroups, group_goodput, lost_time, simulate_groups, young_interval
 from lablib.checks.judging import (
+    NEW,
     Order,
     Sealed,
     as_float,
@@ -64,7 +65,7 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
     days = [(few, 4, 3, 20.0), (few, 0, 3, 20.0), (few, 0, 3, 3.0)]
     days.append(([0.1] * 200 + [1.0] * 10 + [30.0], 2, 8, 400.0))
     days.append(([0.1] * 50 + [1.0] * 10 + [1.3] * 10, 0, 11, 12.0))  # a false alarm is dear for having been waited for
-    for chance in [dice] * 12 + [random.SystemRandom()] * 2:  # no table has the last two
+    for chance in [dice] * 12 + [NEW] * 2:  # no table has the last two
         beat = chance.choice((0.05, 0.1, 0.5))
         pauses = [beat * chance.paretovariate(0.7) for _ in range(chance.randint(3, 30))]
         days.append(
@@ -151,7 +152,7 @@ def take_part(answer: Callable[..., Any], seed: int = 14) -> str:
     """Judge `take_part(epoch_order, count, step, batch, members, me)` over runs whose quorum changes, steps void among them."""
     dice = random.Random(seed)
     runs = [(3, 24, 6, [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]), (2, 10, 5, [[0, 1], [1], [0, 1]])]
-    for chance in [dice] * 10 + [random.SystemRandom()]:  # no table has the last one
+    for chance in [dice] * 10 + [NEW]:  # no table has the last one
         groups = chance.randint(2, 5)
         runs.append((groups, chance.randint(9, 40), chance.randint(2, 13), _quorums(chance, groups, 9)))
     steps = 0
@@ -346,7 +347,7 @@ def find_first_wrong(answer: Callable[[WatchedJob], Any], seed: int = 14) -> str
     """Judge `find_first_wrong(job)` on jobs of three ranks in which healing leaves a tensor out, a bit flips, or all is well."""
     dice = random.Random(seed)
     faults = ["unhealed momenta", "unhealed weights", "flip", "", "unhealed momenta", "flip"]
-    drawn = [dice] * 4 + [random.Random()] * 2  # no list of answers has the last two
+    drawn = [dice] * 4 + [NEW] * 2  # no list of answers has the last two
     for script in map(_script, drawn, faults):
         got = answer(WatchedJob(script))
         truth = (script.step, script.group, script.tensor) if script.tensor else None

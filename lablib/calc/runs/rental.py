@@ -20,18 +20,18 @@ from lablib.calc.layouts.planner import FRAMEWORKS, Likeness, plan
 STUDY_MINUTES = {
     "01": (70, 125),
     "02": (65, 125),
-    "03": (75, 150),
-    "04": (65, 165),
+    "03": (70, 150),
+    "04": (70, 165),
     "05": (70, 140),
     "06": (70, 140),
     "07": (70, 115),
     "08": (70, 150),
     "09": (65, 150),
-    "10": (70, 130),
+    "10": (65, 130),
     "11": (70, 150),
     "12": (60, 145),
-    "13": (65, 165),
-    "14": (65, 100),
+    "13": (60, 165),
+    "14": (60, 100),
 }
 
 #: The labs that a GPU is rented for. The first one writes the scaling report, which graduation asks for.

@@ -13,6 +13,7 @@ from lablib.checks.judging.guard import Sealed, Wrong, in_answer, own_line, refu
 from lablib.checks.judging.ranks import agreed, ask_ranks, on_ranks
 from lablib.checks.judging.table import Row, Slip, compare, name_the_mistake, recognize, refuse
 from lablib.checks.judging.values import (
+    NEW,
     Order,
     as_float,
     by_name,
@@ -28,6 +29,7 @@ from lablib.checks.judging.values import (
 from lablib.checks.judging.verdict import Verdict, check
 
 __all__ = [
+    "NEW",
     "Order",
     "Row",
     "Sealed",

@@ -13,6 +13,9 @@ from lablib.checks.judging.guard import MOST_VALUES, Wrong
 
 Order = Callable[[int], list[int]]
 
+#: Dice that no seed repeats: what they draw is in no table, so that a check has cases that nobody has seen.
+NEW = random.SystemRandom()
+
 #: A run of some steps asks for a few epochs, or at most for one a sample.
 _MOST_EPOCHS = 20_000
 
