@@ -708,7 +708,7 @@ def _judge_found(job: Job, said: Sequence[Any]) -> None:
         return
     part = _PARTS[_ILLS[ill]]
     sign = "the ranks do not hold the same weights" if part == "all-gather" else (
-        "all ranks hold the same weights, and not those of one process that clips, too: compare the gradients")  # fmt: skip
+        "all ranks hold the same weights, and not those of one process that clips as they do: compare the gradients")  # fmt: skip
     refuse(
         "",
         (f"A sick job passes for healthy: from step {step} on {sign}", got is None),
