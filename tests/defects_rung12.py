@@ -196,6 +196,7 @@ class packed_step:
     late_chunk_first = _step(held=lambda seq, cp, r: _chunks(seq, cp, r).roll(seq // cp // 2))
     stripes = _step(held=lambda seq, cp, r: torch.arange(r, seq, cp))
     ranks_count_their_own = _step(places=lambda mine, documents: torch.arange(len(mine)))
+    counts_from_1 = _step(places=lambda mine, documents: mine + 1)
     restarts_on_the_rank = _step(places=lambda mine, documents: _from_each_document(documents[:, mine]))
     crosses_documents = _step(labels=lambda t, d, c: t[:, 1:].masked_fill(~c[:, 1:], -100))
     counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
@@ -329,6 +330,7 @@ class find_wrong_block:
     names_the_source = _found(steps=lambda rank, source: source)
     counts_the_other_way = _found(steps=lambda rank, source: (source - rank) % 4)
     never_looks_at_the_mask = _found(zeros=False)
+    counts_layers_from_1 = lambda job: (f := _found()(job)) and f | {"layer": f["layer"] + 1}
 
     def without_the_idea_losses_of_layers(job):
         """Runs the whole model: an error goes on, and its gradient back, so the first layer is not that of the fault."""
@@ -442,6 +444,7 @@ class choose_split:
     sends_forward_alone = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (3 if way == "ring" else 2)
     )
+    sends_four_bytes_a_number = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: 2 * bytes_of[way])
     averages_over_dp = lambda **job: _choose(**job, over=job["dp"])
     averages_over_cp = lambda **job: _choose(**job, over=job["cp"])
     averages_over_tp_too = lambda **job: _choose(**job, over=job["dp"] * job["cp"] * job["tp"])
@@ -506,7 +509,8 @@ SENTENCES = {
     "counts_where_both_count": "It counts, though",
     "masks_with_0": "leave it out of the loss",
     "learns_prompts": "does not count, and is learned",
-    "cuts_documents": "may begin on another rank",
+    "counts_from_1": "from 0 to 31",
+    "cuts_documents": "all places but the last",
     "mean_of_means": "Each rank trains on its own mean",
     "mean_of_means_that_exist": "Each rank trains on its own mean",
     "divides_by_the_ranks_again": "divides once more",
@@ -523,6 +527,7 @@ SENTENCES = {
     "names_the_source": "in step j rank r has",
     "counts_the_other_way": "in step j rank r has",
     "miscounts_backward": "In backward the weights of one block are missing",
+    "counts_layers_from_1": "Layers count from 0",
     "never_looks_at_the_mask": "that no query may see",
     "last_digits": "A healthy job is called sick",
     "without_the_idea_three_calls": "answers for you",
@@ -533,6 +538,7 @@ SENTENCES = {
     "always_two_chunks": "without a causal mask nothing needs balance",
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "sends_what_all_ranks_send": "one rank is asked",
+    "sends_four_bytes_a_number": "Two bytes carry a number",
     "averages_over_dp": "dp and cp together",
     "one_block_for_a_ring": "keys and values of two blocks",
     "two_blocks_for_two_ranks": "which fit into room",

@@ -241,8 +241,8 @@ class _Watched(ContextParallelTransformer):
             raise Wrong(f"A rank of cp={self.cp} gives the model {_SEQ // self.cp} tokens of each of its sequences, and yours "
                         f"have shape {tuple(tokens.shape)}; of {_SEQ + 1} tokens the last is a label only.")  # fmt: skip
         if tuple(documents.shape) != (len(tokens), _SEQ):
-            raise Wrong(f"`documents` are of the whole sequences, ({len(tokens)}, {_SEQ}) here and not {tuple(documents.shape)}: "
-                        "a document may begin on another rank.")  # fmt: skip
+            raise Wrong(f"`documents` have this replica's rows and all places but the last, {(len(tokens), _SEQ)} here and not "
+                        f"{tuple(documents.shape)}: a document may begin on another rank.")  # fmt: skip
         if positions.shape[-1:] != tokens.shape[1:] or positions.numel() not in (tokens.shape[1], tokens.numel()):
             raise Wrong(f"Each of a rank's tokens has one position; yours have shape {tuple(positions.shape)}.")
         turns = rotary(_SEQ, _PACKED.head_dim, device=tokens.device, dtype=torch.float64)
@@ -365,7 +365,7 @@ def _judge_held(found: Sequence[Any], batch: Batch, dp: int, cp: int) -> None:
         ("Every rank counts its own tokens 0, 1, 2 and so on: a position is the token's place in the whole sequence", counts_own),
         ("Two tokens of one document are not as far apart as in the whole sequence: one way there is that positions restart "
          "where a rank's part begins or a chunk ends", any(len(each) > 1 for each in offsets.values())),
-        ("A position is not between 0 and the length of the sequence",
+        (f"Positions are places in the sequence, from 0 to {_SEQ - 1}, and not all of yours are",
          any(not 0 <= p < _SEQ for each in found for row in each[1] for p in row)),
     )  # fmt: skip
 
@@ -577,7 +577,7 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
     refuse(
         f"you say {what!r}, layer {layer}, rank {rank}, step {step}",
         (f"`what` is one of {', '.join(_KINDS)}", what not in _KINDS),
-        ("A layer is named in which nothing is wrong but its input: an error goes on through all layers above, and its "
+        ("Layers count from 0, and in this one nothing is wrong, or its input alone: an error goes on through all layers above, its "
          "gradient through all below. Give each layer's attention inputs of your own", layer != fault.layer),
         ("That rank owns the keys of the wrong block. Asked is the one that attends to them", rank == source != fault.rank),
         ("The rank is another: its queries are the rows in which the matrix of weights is wrong", rank != fault.rank),
@@ -781,13 +781,13 @@ def _explain_sent(got: float, way: str, truth: float, job: Job) -> NoReturn:
     cp, tp = job["cp"], job["tp"]
     slips = [
         (f"These are the bytes of all heads: tp={tp} has left a rank one part in {tp} of them", tp),
-        ("This is what all ranks send together; one rank is asked", cp),
-        ("This is forward alone" + " or one byte a number" * (way != "ring"), 1 / 3 if way == "ring" else 1 / 2),
+        ("This is what all ranks send together; one rank is asked" + f", and to each other one part in {cp} goes" * (way == "ulysses"), cp),
+        ("This is forward alone" + ", or one byte a number, or leaves out values" * (way != "ring"), 1 / 3 if way == "ring" else 1 / 2),
         ("Backward needs more than one round: nobody kept the keys and values, and the gradients of both come home",
          2 / 3 if way == "ring" else 0),
         ("What was gathered is kept, and backward scatters the gradients once", 3 / 2 if way == "gathered" else 0),
         (f"A rank's own part never travels: of {cp} parts {cp - 1} leave, or pass by", cp / (cp - 1)),
-        ("Two bytes carry a number", 1 / 2), ("What arrives was sent by another rank", 2),
+        ("Two bytes carry a number, and values travel too", 1 / 2), ("Two bytes carry a number, and what arrives others sent", 2),
     ]  # fmt: skip
     recognize(
         got, f"{way}, {_job(job)}", [(sentence, truth * change) for sentence, change in slips if change not in (0, 1)]
