@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import MappingProxyType
 
 import numpy as np
@@ -230,6 +230,7 @@ class keep_training:
     epochs_in_the_order_of_the_first = _with(order=lambda task: task.order(0) * task.steps)
     saves_before_the_update = _with(late=False)
     believes_the_newest_folder = _with(found=lambda folder: list(Path(folder).glob("[0-9]*")))
+    the_newest_by_its_name = _with(found=lambda folder: sorted(_whole_saves(folder), key=lambda path: path.name)[-1:])
     one_folder_for_all_saves = _with(
         found=lambda folder: [Path(folder, "0")] if Path(folder, "0/.metadata").exists() else [],
         where=lambda folder, step: f"{folder}/0",
@@ -512,6 +513,7 @@ def _observed(
     share=None,
     faster=None,
     limit=max,
+    middle=fmean,
 ):
     n = len(ranks)
     step = longest([rank["seconds"] for rank in ranks])
@@ -525,7 +527,7 @@ def _observed(
     ]
     lost = {"communication": moved, "imbalance": fmean(waits)}
     for name in ("data", "compute"):
-        lost[name] = fmean(rank[name] for rank in ranks) - part * alone[name] * ideal
+        lost[name] = middle(rank[name] for rank in ranks) - part * alone[name] * ideal
     efficiency = speed / n if per_rank else speed
     return {"speedup": speed, "efficiency": efficiency, "lost": lost, "limit": limit(lost, key=lost.get)}
 
@@ -549,6 +551,7 @@ class observe_scaling:
             rung11.observe_scaling.__wrapped__(lambda *each: seen.setdefault(str(each), _observed(*each)))
         return seen.get(str(case))
 
+    of_the_middle_rank = lambda *case: _observed(*case, middle=median)
     names_the_smallest = lambda *case: _observed(*case, limit=min)
 
     # The part that is farthest from its ideal, to whichever side.
@@ -695,14 +698,14 @@ SENTENCES = {
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
     "never_shards": "not sharded", "drops_nothing_out": "those without it", "rank_0_logs": "by one rank and not by another",
-    "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "plus 1e-6",
+    "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "of 'clip' in step 1",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
     "without_the_idea_only_the_losses": "a part before that", "everything_is_well": "You find nothing",
     "to_the_last_bit": "healthy run is accused", "accuses_the_first_part": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
     "keeps_it_to_itself": "Ranks say different things",
     "the_pairs_that_a_mask_leaves": "which counts all pairs", "names_a_gain": "limits nothing",
-    "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",
+    "of_the_middle_rank": "four parts add up", "the_newest_by_its_name": "goes on with step", "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",
     "forward_alone": "Backward takes twice the FLOPs of forward", "six_nd": "'attention left out'",
     "padding_is_work_too": "'padding counted'", "takes_the_sparse_peak": "'sparse peak'",
 }  # fmt: skip

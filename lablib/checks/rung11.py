@@ -243,8 +243,8 @@ def keep_training(answer: Callable[[Task, str], Any]) -> str:
     """Judge `keep_training(task, folder)` by the losses of runs that are killed, and go on with other numbers of ranks."""
     _is_written(answer, None, "")
     seed, every, count = NEW.randrange(10**6), NEW.choice((3, 4)), NEW.choice((30, 40, 45))
-    noisy, plain = (Task(seed, 4 * every, every, count, dropout) for dropout in (0.2, 0.0))
-    kill, bad = 2 * every + NEW.randint(1, every - 1), 3
+    noisy, plain = (Task(seed, 5 * every, every, count, dropout) for dropout in (0.2, 0.0))
+    kill, bad = 4 * every + NEW.randint(1, every - 1), 3
     with tempfile.TemporaryDirectory(prefix="keep-") as top:
         first = on_ranks(_before_the_accidents, 2, answer, noisy, plain, kill, bad, top, patience=_PATIENCE)[0]
         right, models = _alone(plain)
@@ -473,8 +473,8 @@ def _judge_diagnosis(said: tuple[int, str, list[int]] | None, truth: tuple[int, 
 
     refuse(
         "",
-        ("A healthy run is accused: sums in another order move float64 by 1e-13 at most, and `clip_grad_norm_` divides by the "
-         "norm plus 1e-6", truth is None and said),
+        (f"A healthy run is accused, of {(said or PARTS)[1]!r} in step {(said or PARTS)[0]}: do what the task says of that part, and "
+         "allow for rounding, 1e-13 at most. `clip_grad_norm_` divides by the norm plus 1e-6", truth is None and said),
         ("You find nothing in a run of which one process does something else: losses that look alike are no proof, so compare "
          "what every part leaves behind", truth and said is None),
     )  # fmt: skip
@@ -708,7 +708,7 @@ def _explain_speedup(
 
 def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> NoReturn:
     sent, right = [rank["communication"] for rank in ranks], loss.parts[part]
-    own = part in ("data", "compute")
+    own, mean = part in ("data", "compute"), fmean(rank.get(part, 0.0) for rank in ranks)
 
     def near(value: float) -> bool:
         return abs(got - value) <= _ROUNDING * loss.seconds
@@ -723,9 +723,9 @@ def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phas
         ("Take the mean over the ranks of what they waited, so that the parts add up",
          part == "imbalance" and near(max(sent) - min(sent))),
         (f"Lost is what {part} took longer than in the ideal step, not all that it took",
-         own and near(fmean(rank[part] for rank in ranks))),
+         own and near(mean)),
         (f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of what one rank "
-         f"needs: {right:.3g} s are lost there, not {got:.3g}", own and loss.scaling == "strong"),
+         f"needs: {right:.3g} s are lost there, not {got:.3g}", own and near(mean - len(ranks) * (mean - right))),
         (f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
          f"{loss.seconds - loss.ideal:.3g} s", True),
     )  # fmt: skip
