@@ -381,7 +381,7 @@ class zero3_step:
 
 _TRAIN = {
     "stage": lambda stage: stage,
-    "units": lambda model: [*model, model],
+    "units": lambda model, stage: [*model, model],
     "sync": lambda last, stage: last or stage > 1,
     "release": lambda last, stage: last or stage == 3,
     "part": lambda loss, m: loss / m,
@@ -395,7 +395,7 @@ def _train(model, steps, loss_of, adamw, budget, **changes):
     how, n = _TRAIN | changes, dist.get_world_size()
     room = budget / sum(p.nbytes for p in model.parameters())
     stage = how["stage"](1 if room > 2 + 3 / n else 2 if room > 1 + 4 / n else 3)  # with a shard beside whole weights
-    for unit in how["units"](model):
+    for unit in how["units"](model, stage):
         fully_shard(unit, reshard_after_forward=stage == 3)
     optimizer = adamw(model.parameters())
     for batches in steps:
@@ -425,7 +425,8 @@ def _ddp(model, steps, loss_of, optimizer):
 
 class train:
     without_the_idea_stage_3_for_every_budget = _trains(stage=lambda stage: 3)
-    without_the_idea_one_unit = _trains(units=lambda model: [model])
+    without_the_idea_one_unit = _trains(units=lambda model, stage: [model])
+    one_unit_but_in_stage_3 = _trains(units=lambda model, stage: [*model, model] if stage == 3 else [model])
     without_the_idea_full_gradients = _trains(sync=lambda last, stage: last)
     without_the_idea_gathers_every_time = _trains(release=lambda last, stage: True)
     keeps_stale_weights = _trains(release=lambda last, stage: stage == 3)
@@ -528,7 +529,7 @@ def _find(job, *, same=None, tell=True, gradients=True, others=True, seer=False,
         ]
         torch.nn.utils.clip_grad_norm_(alone.parameters(), job.max_norm if clips else math.inf)
         optimizer.step()
-        model.step(job.max_norm)
+        model.step(math.inf if clips is None else job.max_norm)
         for name, p, flat in places:
             for r, (mine, right) in enumerate(zip(flat.full.chunk(n), pieces(flat, p), strict=True)):
                 if (others or r == rank) and not same(mine, right):
@@ -556,6 +557,7 @@ class find_bad_shard:
     one_step = _finds(steps=1)
     last_difference = _finds(at_end=True)
     alone_without_clipping = _finds(clips=False)
+    nobody_clips = _finds(clips=None)
     false_for_healthy = lambda job: _find(job) or False
     nothing_is_ever_wrong = lambda job: None
     in_own_words = lambda job: (found := _find(job)) and (*found[:2], "communication")
@@ -786,6 +788,8 @@ SENTENCES = {
     "without_the_idea_ddp": "which no stage of ZeRO does",
     "without_the_idea_stage_3_for_every_budget": "reduce them once",
     "without_the_idea_one_unit": "make each block a unit",
+    "one_unit_but_in_stage_3": "make each block a unit",
+    "nobody_clips": "of one process that clips as they do",
     "without_the_idea_full_gradients": "no reduce-scatter has cut",
     "without_the_idea_gathers_every_time": "gather them once",
     "keeps_stale_weights": "weights that stay gathered",

@@ -45,7 +45,6 @@ __all__ = ["RECORDING", "StrangeJob", "all_reduce_mean", "ddp_bottleneck", "find
 
 #: Name of the recorded run in labs/recorded/ that `ddp_bottleneck` is held to.
 RECORDING = "02_ddp_step_time"
-#: Draws something anew in every call, so that answers to what was seen are none.
 
 
 # --- all-reduce by hand -------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ from lablib.toys.pipeline import PipelineExecutor, split_stages
 from lablib.toys.transformer import Transformer, tiny_config
 
 UNIT = {"forward": 1, "input": 1, "weight": 1}
-#: Draws one case more in every call, so that answers to cases that were seen are none.
 
 
 def _by_rank(got: object) -> object:

@@ -50,10 +50,8 @@ def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...], lr: float,
     weights = _buckets(torch.arange(size, dtype=torch.float64) / size, n, widths)
     momenta = [torch.zeros(width, dtype=torch.float64) for width in widths]
     sent, all_reduced, steps, kept, over = [], False, [], [], False
-    given, kinds = (
-        {bucket.data_ptr(): bucket for bucket in weights},
-        _kinds(weights, momenta),
-    )  # kept, so not used again
+    given = {bucket.data_ptr(): bucket for bucket in weights}  # with the buckets, or their memory is used again
+    kinds = _kinds(weights, momenta)
 
     def anew() -> int:  # a bucket that takes the place of another is no gradient
         return sum(w.nbytes for w in weights if w.data_ptr() not in given)
@@ -125,10 +123,7 @@ def _one_process(gradients: torch.Tensor, lr: float) -> tuple[list[torch.Tensor]
 )
 def zero2_step(answer: Callable[..., None]) -> str:
     """Judge `zero2_step(weights, backward, momenta, lr)` on 2 and on 4 real ranks, over three steps: numbers, bytes, memory."""
-    for ranks, widths in (
-        (2, (7, 5, 6, 4, 7, 3, 6, 5)),
-        (4, 2 * (2, 3, 1, 3, 2, 3, 3, 1)),
-    ):  # most mistakes show on two
+    for ranks, widths in ((2, (7, 5, 6, 4, 7, 3, 6, 5)), (4, 2 * (2, 3, 1, 3, 2, 3, 3, 1))):  # most mistakes show on 2
         lr, seed = 2.0 ** -NEW.randint(3, 5), NEW.randrange(10**6)
         results = on_ranks(_zero2_rank, ranks, answer, widths, lr, seed)
         _judge_step(results, _gradients(ranks, ranks * sum(widths), seed), lr)

@@ -265,9 +265,10 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
     wide = f"While {seen['where']} runs, {seen['held']:,} bytes are gathered, and {made.most:,} may be. "
     refuse(
         case,
-        (lambda: f"{wrong[0]} computes in {seen['dtypes'][wrong[0]]}, and was to stay in fp32: it needs a unit of its own with another policy, made "
-         "before the one around it", wrong and wrong[0] in made.fp32),
-        (lambda: f"{wrong[0]} is gathered in {seen['dtypes'][wrong[0]]}: `param_dtype` of a MixedPrecisionPolicy makes it bf16 on the way", wrong),
+        (lambda: f"{wrong[0]} computes in {seen['dtypes'][wrong[0]]}, and was to stay in fp32: it "
+         "needs a unit of its own with another policy, made before the one around it", wrong and wrong[0] in made.fp32),
+        (lambda: f"{wrong[0]} is gathered in {seen['dtypes'][wrong[0]]}: `param_dtype` of "
+         "a MixedPrecisionPolicy makes it bf16 on the way", wrong),
         ("A step has no reduce-scatter, so that each rank keeps gradients of its own", not seen["units"]),
         (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`",
          seen["reduced"] < 4),

@@ -35,7 +35,6 @@ __all__ = ["Job", "fast_all_reduce", "find_fault", "make_hook", "ring_all_reduce
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
 
 _BASE = 100
-#: Draws something anew in every call, so that answers to what was seen are none.
 
 
 class _Message(NamedTuple):
