@@ -220,6 +220,7 @@ class keep_training:
         )
     )
     warms_up_again = _with(rate=lambda task, step, begun: task.rate(step - begun))
+    one_seed_for_each_step = _with(rate=lambda task, step, begun: torch.manual_seed(0) and task.rate(step))
     no_random_state = _with(random=lambda rank: None)
     one_random_state_for_all = _with(random=lambda rank: "random")
     random_state_in_memory = _with(
@@ -693,6 +694,7 @@ SENTENCES = {
     "without_the_idea_weights_are_all": "optimizer's moments", "begins_again": "goes on with step 1:",
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
+    "one_seed_for_each_step": "dropout takes away what it took",
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",

@@ -306,7 +306,7 @@ SLIPS = [
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (SLIPS[0][1], "Twice is not thrice (2 and 5)."),
+        (SLIPS[0][1], "Twice is not thrice (2 and 5). This explains all 4 wrong answers, as another mistake might."),
         # Two at once, which add up or multiply: the larger is named in a case in which it acts.
         (lambda x, y: 3 * x + (2 * y if y > 4 else y), "Twice is not thrice (2 and 5). There is another mistake"),
         (lambda x, y: -SLIPS[0][1](x, y) * 1.0, "Nothing is negative"),

@@ -88,7 +88,9 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the stream and what the block adds."""
-        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+        kept = self.dropout(torch.tanh(self.up(x)))
+        self.mask = (kept == 0).numpy().tobytes()
+        return x + self.down(kept)
 
 
 class Task:
@@ -108,6 +110,7 @@ class Task:
         self.losses: dict[int, float] = {}
         self.killed_after = 0  # this step, if any
         self.read: list[int] = []  # samples since the last step, of copies too
+        self.masks: list[bytes] = []  # of the first block's dropout, by step
 
     def model(self) -> nn.Sequential:
         """Return the whole model in float64, on every rank with the same first weights."""
@@ -129,16 +132,21 @@ class Task:
         self.whole = not hasattr(model, "unshard")
         drawn = [torch.Generator().manual_seed(1000 * self.seed + int(sample)) for sample in samples]
         x = torch.stack([torch.randn(_FEATURES, generator=one, dtype=torch.float64) for one in drawn])
-        return (model(x) - x.cumsum(-1).sin()).square().mean()
+        loss = (model(x) - x.cumsum(-1).sin()).square().mean()
+        self.mask = next(part.mask for part in model.modules() if isinstance(part, _Residual))
+        return loss
 
     def log(self, step: int, loss: Tensor | float) -> None:
         """Note the loss of this rank's samples in a step, counted from 1, once the step is taken."""
         self.losses[whole(step, "The step")] = float(loss)
         share, read = self.batch // dist.get_world_size(), sum(self.read)
         self.read.clear()
+        again = b"\1" in self.mask and self.mask in self.masks
+        self.masks.append(self.mask)
         refuse("", (f"A step has {self.batch} samples, {share} for each rank; before this `task.log` a rank computes the loss of "
                     f"{read}", read != share),
-               ("The loss is that of a model that is not sharded: call `fully_shard` on its blocks and on it", self.whole))  # fmt: skip
+               ("The loss is that of a model that is not sharded: call `fully_shard` on its blocks and on it", self.whole),
+               (f"In step {step} dropout takes away what it took in an earlier step of this run: new masks each step", again))  # fmt: skip
         if step and step == self.killed_after:
             raise Killed
 
@@ -153,7 +161,7 @@ def _started(
         losses: Gets the losses of this rank's samples, by step.
     """
     task = copy.copy(task)
-    task.losses, task.killed_after, task.read = {} if losses is None else losses, killed_after, []
+    task.losses, task.killed_after, task.read, task.masks = {} if losses is None else losses, killed_after, [], []
     torch.manual_seed(task.seed + dist.get_rank())
     try:
         answer(task, folder)

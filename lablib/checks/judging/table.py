@@ -1,6 +1,7 @@
 """Judge an answer by a table: what each known mistake would answer, beside the sentence that names it.
 
-A check gives its cases, the truth and the table; which mistake it was is found here, in the same way for every check:
+A check gives its cases, the truth and the table. Which mistake it can have been is found here, in the same way for every
+check; another that gives the same answers cannot be told from it, and the verdict says so:
 
 1. the mistake that gives the answer in every case, right cases too, to the digit;
 2. the one that gives it in every case that is wrong, to the digit, then to four digits;
@@ -86,7 +87,10 @@ def name_the_mistake(
     for explained, rel in ((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)):
         for sentence, mistaken in slips:
             if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained):
-                raise Wrong(f"{sentence} ({describe(*wrong[0].case)}).")
+                counted = f"all {len(wrong)} wrong answers" if len(wrong) > 1 else "the wrong answer"
+                raise Wrong(
+                    f"{sentence} ({describe(*wrong[0].case)}). This explains {counted}, as another mistake might."
+                )
     if len(rows) > 1 and all(alike(row.given, rows[0].given) for row in rows):
         raise Wrong(f"The answer is the same in every case, and depends on what is asked ({describe(*wrong[0].case)}).")
     if found := _several_at_once(wrong, slips):
