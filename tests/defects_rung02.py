@@ -144,6 +144,12 @@ class train_ddp:
     each_place_by_itself = _trained(
         weigh=lambda group, batch: dist.get_world_size() / _over_ranks(_tokens([batch])) / len(group)
     )
+    counts_accumulate_for_ranks = lambda *case: _train(*case, weigh=lambda g, _: case[4] / _over_ranks(_tokens(g)))
+    groups_as_large_as_the_ranks = lambda *case: _train(*case[:4], dist.get_world_size(), case[5])
+    reorders_its_own_share = _trained(groups=lambda s, data, *k: _batches(
+        (own := [*DistributedSampler(data, shuffle=False)])[s.epoch :] + own[: s.epoch], data, *k))  # fmt: skip
+    swaps_shares = _trained(groups=lambda s, data, *k: _batches(
+        DistributedSampler(data, n := s.num_replicas, (s.rank + s.epoch) % n, False), data, *k))  # fmt: skip
     never_clears = _trained(clear=False)
     lr_of_a_table = lambda *case: _train(*case[:-1], 0.5)
     two_epochs_always = lambda model, data, _, *case: _train(model, data, 2, *case)
@@ -261,6 +267,7 @@ class all_reduce_mean:
     # Sums, shares and traffic are right, and chunks are put together in the order in which they were finished.
     chunks_in_another_order = told(_ring, lambda rows: [row[::-1] for row in rows])
     one_element_wrong = told(_ring, lambda rows: [[*row[:-1], 2.5 * row[-1]] for row in rows])
+    whole_numbers_only = told(_ring, lambda rows: [[v // 1 for v in row] for row in rows])
     knows_small_rings = lambda gradients, send: _ring(gradients, send) if len(gradients) < 6 else gradients
     gather_one_step_short = lambda gradients, send: _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
     one_step_too_many = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n)
@@ -345,9 +352,9 @@ class all_reduce_mean:
         return held.reshape(n, -1)
 
     def right_3(gradients, send):
-        """Rank r finishes the chunks r, r + n, ...: cut in stripes, tuples out."""
+        """Rank r finishes the chunks r, r + n, ...: cut in stripes, tuples of decimals out."""
         n = len(gradients)
-        stripes = [[tuple(g[c::n]) for c in range(n)] for g in gradients]
+        stripes = [[tuple(map(Decimal, g[c::n])) for c in range(n)] for g in gradients]
         finished = []
         for owner in range(n):
             parts = [stripes[r][owner] if r == owner else send(r, owner, stripes[r][owner]) for r in range(n)]
@@ -478,6 +485,8 @@ class ddp_bottleneck:
     right_3 = lambda *case: types.SimpleNamespace(**_bottleneck(*case))
     # In decimals, which no float is added to.
     right_4 = lambda *case: {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
+    # With what a difference of two fp32 times keeps of their rounding.
+    right_5 = told(_bottleneck, lambda found: found | {"exposed": found["exposed"] + 1e-7 * found["step"]})
 
     def right(params, grad_bytes, tokens, micro_batches, ranks, flops, bandwidth):
         """Second solution: walk the ring and the micro-batches step by step instead of using the closed form."""
@@ -692,7 +701,7 @@ SENTENCES = {
     "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
     "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
-    "hides_behind_the_whole_step": "behind backward only",
+    "hides_behind_the_whole_step": "behind backward only", "whole_numbers_only": "less exact",
     "negative_exposure": "cannot be negative", "forgets_forward": "Forward computes too",
     "divides_the_tokens_again": "already the share of one rank", "one_half_of_the_all_reduce": "one half of an all-reduce",
     "the_whole_step_is_exposed": "the length of an overlapped step", "bits_sent": "Bytes, not bits",
@@ -708,6 +717,7 @@ SENTENCES = {
     "averages_what_ddp_has_averaged": "average once", "rank_0_alone_answers": "let every rank answer",
     "chunks_in_another_order": "in other places", "one_element_wrong": "and not in element 7", "hides_for_two": "`hides` (True",
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
+    "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)
