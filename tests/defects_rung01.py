@@ -127,6 +127,7 @@ class train_within:
     loss_of_the_last_part = _search(loss_of=lambda found: found[-1])
     an_optimizer_each_step = _search(fresh=True)
     another_rate = _search(fused=True, lr=3e-4)
+    another_decay = _search(fused=True, weight_decay=0)
     clips = _search(share=lambda part, parts: 0.31 * len(part) / 6)
     trains_the_blocks_alone = lambda model, batches, adamw, device: _search()(
         model, batches, lambda _, **how: adamw(model.blocks.parameters(), **how), device)  # fmt: skip
@@ -521,5 +522,5 @@ SENTENCES = {
     "run_for_one_sequence": "Every sequence", "run_with_16_bit_logits": "fp32, 4 bytes each",
     "run_that_adds_everything": "No instant holds all", "run_at_the_wrong_instant": "say 'loss' or 'step'",
     "run_without_roots": "all roots at once", "run_of_one_token_less": "not one that the check knows",
-    "without_the_idea_lablib_adds_up": "lablib has added them up", "another_rate": "its default lr",
+    "without_the_idea_lablib_adds_up": "lablib has added them up", "another_rate": "its default lr", "another_decay": "at their defaults",
 }  # fmt: skip

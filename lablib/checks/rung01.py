@@ -228,7 +228,7 @@ class _Task:
         blocks = list(model.blocks)  # an answer may put others around them
         data = list(torch.randint(VOCAB, (BATCHES, SEQUENCES, self.seq + 1)))[:batches]
         device = Device(self.capacity, sum(p.nbytes for p in model.parameters()))
-        found = SimpleNamespace(gradients=[], counts=2 * [(0, 0)], in_step=False, full="", losses=None, passes=0)
+        found = SimpleNamespace(gradients=[], counts=2 * [(0, 0)], in_step=False, full="", settings=set(), passes=0)
 
         def counted(*_: object) -> None:
             found.passes += 1
@@ -237,9 +237,8 @@ class _Task:
 
         def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
             device._aside, found.in_step = True, True
-            found.gradients.append(
-                torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in model.parameters()])
-            )
+            found.gradients += [torch.cat([(p * 0 if p.grad is None else p.grad).ravel() for p in model.parameters()])]
+            found.settings |= {(group["eps"], group["weight_decay"]) for group in optimizer.param_groups}
             found.counts.append((found.passes, sum(block.runs for block in blocks)))
             device._aside = False
 
@@ -260,7 +259,7 @@ class _Task:
             with device:
                 found.losses = train(model, data, adamw, device)
         except torch.OutOfMemoryError as error:
-            found.full = str(error)
+            found.full, found.losses = str(error), None
         finally:
             gc.unfreeze()
             torch.set_num_threads(threads)
@@ -347,7 +346,8 @@ def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> 
          "more sequences fitted", got.full and done),
         (f"The device is full, {got.full}, in the first step: catch the error and take less, or measure before. What an attempt "
          "made is alive while a name such as `loss` has it, and inside of the except clause its frames do", got.full),
-        (f"The optimizers that `adamw` makes begin {done} steps for {BATCHES} batches", done != BATCHES),
+        (f"AdamW begins {done} steps for {BATCHES} batches; one that stops halfway has changed moments already", done != BATCHES),
+        ("Leave `eps` and `weight_decay` of AdamW at their defaults, for all weights", got.settings != {(1e-8, 0.01)}),
     )  # fmt: skip
     for step, (mine, true) in enumerate(zip(got.gradients, right.gradients, strict=True)):
         ratio = (mine @ true / (true @ true)).item()
