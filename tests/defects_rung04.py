@@ -5,6 +5,7 @@
 import copy
 import re
 from collections import deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import count, repeat
 from types import SimpleNamespace
@@ -155,7 +156,8 @@ class beat_1f1b:
             rows.append(cells)
         return rows
 
-    lablibs_own = lambda p, m: [list(rank) for rank in zb_h1(p, m).ranks]
+    weights_below_zero = told(_solution.beat_1f1b, lambda rows, p, m: [*rows[:-1], rows[-1] + f" 3W{m - p}" * (m < p)])
+    lablibs_own = zb_h1
     cases_seen = told(_plain, lambda rows, m: rows if m > 10 else [_halved(row, "I", "W") for row in rows])
     # The backwards of the calculator's 1F1B in halves, as tuples with names.
     right_3 = lambda p, m: [
@@ -244,6 +246,9 @@ class train_in_stages:
         made=lambda stage, n_microbatches, **how: Schedule1F1B(stage, 2 * n_microbatches, **how)
     )
     leaves_out_a_layer = _in_stages(part=lambda model, layers, *ends: _solution.Part(model, list(layers)[1:], *ends))
+    deals_layers_out = _in_stages(
+        part=lambda model, _, *ends: _solution.Part(model, range(dist.get_rank(), len(model.layers), 3), *ends)
+    )
     in_one_piece = _in_stages(made=ScheduleGPipe, n_microbatches=1)
     divides_by_m_twice = _in_stages(loss_over="m")
     never_divides = _in_stages(scale_grads=False)
@@ -279,9 +284,10 @@ class train_in_stages:
 
     # A search by limit, other classes of PyTorch, and a float.
     right = _in_stages(made=_zero_bubble, told=lambda losses: losses.mean().item())
+    right_3 = lambda *given: ThreadPoolExecutor(1).submit(_solution.train_in_stages, *given).result()
 
     def right_2(model, times, tokens, targets, m, loss):
-        """1F1B by hand, with sends that do not block."""
+        """1F1B by hand, with recomputation and sends that do not block."""
         rank, p = dist.get_rank(), dist.get_world_size()
         sizes = _best_cut(times, p)
         part = _solution.Part(model, range(sum(sizes[:rank]), sum(sizes[: rank + 1])), rank == 0, rank == p - 1)
@@ -296,7 +302,8 @@ class train_in_stages:
 
         def forward(k):
             x = xs[k] if rank == 0 else message(rank - 1).requires_grad_()
-            y = part(x)
+            with torch.set_grad_enabled(rank == p - 1):
+                y = part(x)
             if rank == p - 1:
                 losses.append(y := loss(y, ys[k]) / m)
             else:
@@ -305,7 +312,7 @@ class train_in_stages:
 
         def backward():
             x, y = held.popleft()
-            y.backward(None if rank == p - 1 else message(rank + 1))
+            y.backward() if rank == p - 1 else part(x).backward(message(rank + 1))
             if rank:
                 send(x.grad, rank - 1)
 
@@ -415,8 +422,8 @@ class find_wrong_action:
         found, rank = _signs(pipeline), dist.get_rank()
         return _finds({kind: [each for each in bad if each[0] == rank] for kind, bad in found.items()})
 
-    # PyTorch's way to write it, from a hook of the output.
-    right = _by_signs(lambda found, signs: found and str(found))
+    # An array of three, from a hook of the output.
+    right = _by_signs(lambda found, signs: found and np.array([*str(found)]))
     # A tuple on every rank, with names, of a tensor and a whole float.
     right_2 = _by_signs(lambda it, signs: it and _Named(torch.tensor(it.stage), it.kind, float(it.microbatch)))
 
@@ -525,6 +532,9 @@ SENTENCES = {
     "divides_by_m_twice": "divided by m once too often",
     "never_divides": "sums over the micro-batches",
     "lablibs_own": "ready-made",
+    "weights_below_zero": "W-2' is not an action",
+    "deals_layers_out": "a stage is neighbouring layers",
+    "same_share_of_idle_time": "without twice the micro-batches",
     "without_the_idea_no_message": "hand on what they computed",
     "says_that_all_is_well": "or None",
     "forgets_the_tie": "they drift apart",

@@ -274,6 +274,7 @@ class folded_step:
     clipped = told(
         _folded(), lambda found: (clip_grads_with_norm_(found[0].parameters(), 1, found[1]) or found[0], found[1])
     )
+    negated = told(_folded(), lambda found: [p.grad.neg_() for p in found[0].parameters()] and found)
     averaged_by_lablib = told(
         _folded(), lambda found: average_gradients(torch.nn.Identity(), dist.group.WORLD, dist.group.WORLD) or found
     )
@@ -506,7 +507,8 @@ SENTENCES = {
     "norm_squared": "take the root",
     "norm_of_the_sums": "of their sums",
     "norms_added": "those of a weight once",
-    "clipped": "by nothing else",
+    "clipped": "the mean of so many",
+    "negated": "is -1 times that of one process, which is",
     "without_the_idea_a_whole_copy_on_each_rank": "A tp group has",
     "a_truth_value_for_each_rank": "list of ranks",
     "the_part_without_its_layer": "of layer 1",

@@ -460,8 +460,8 @@ def _judge_gradient(name: str, whole: Tensor, found: list[Tensor | None], grids:
         (lambda: f"The gradient of `{name}` is {factor:g} times that of one process. Its copies together have seen all tokens "
          f"of dp · cp = {dp * cp} losses, so their sum is divided by that, however many copies there are",
          factor is not None and close(factor * copies, dp * cp)),
-        (lambda: f"The gradient of `{name}` is {factor:g} times that of one process: the step's loss is the mean of dp · cp = "
-         f"{dp * cp} losses, so what copies have together is divided by that, and by nothing else", factor is not None),
+        (lambda: f"The gradient of `{name}` is {factor:g} times that of one process, which is what its copies have after one backward, "
+         f"added and divided by dp · cp = {dp * cp}: the step's loss is the mean of so many", factor is not None),
         (lambda: f"Ranks {apart[0]} and {apart[1]} hold the same `{name}`, and have other gradients of it: they part with the "
          f"first step. Its copies are over {over}: {why}", apart),
         (f"All copies of `{name}` have one gradient, and it is not that of one process: sum what its copies have, which are "
