@@ -205,6 +205,15 @@ class train_step:
     never_unscales = lambda *case: _step(*case, unscale=False, decides=False)
     steps_whatever_comes = lambda *case: _step(*case, decides=False)
     never_clips = lambda *case: _step(*case, clips=lambda *_: None)
+
+    def lengthens_too(*case):
+        def clip(parameters, max_norm):
+            gradients = [p.grad for p in parameters]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            [g.mul_(max_norm / norm) for g in gradients]
+
+        _step(*case, clips=clip)
+
     never_clears = lambda *case: _step(*case, clears=False)
     counts_a_skipped_step = lambda *case: _step(*case, counts="always")
 
@@ -579,7 +588,7 @@ SENTENCES = {
     "without_the_idea_all_in_fp32": "ran in float32", "in_bf16": "ran in bfloat16", "clips_before_it_unscales": "unscale before you clip",
     "unscales_before_it_averages": "average first and unscale then", "sums_micro_batches": "one over their number",
     "sums_ranks": "need their mean", "own_gradient_alone": "average over ranks", "never_scales_the_loss": "did not use scaler.scale",
-    "never_unscales": "nobody divided them", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
+    "never_unscales": "nobody divided them", "lengthens_too": "or the clip lengthens", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
     "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
     "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "cleared in between",
     "averages_in_every_micro_batch": "not for the price", "half_model": "no longer the bits",

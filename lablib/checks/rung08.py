@@ -301,7 +301,7 @@ def _judge_gradient(step: dict, rank: int, case: str, before: list[Tensor] | Non
             ("The gradients were clipped while they carried the scale, and came out far too small: unscale before you clip",
              _clipped(scale * mean) / scale),
             ("The gradients still carry the scale: nobody divided them", scale * mean),
-            ("The gradients still carry the scale, and were clipped with it: nobody divided them", _clipped(scale * mean)),
+            ("Gradients of norm 1, though the mean is shorter: nobody divided them, or the clip lengthens", _clipped(scale * mean)),
             ("The gradients were divided by a scale that the loss was not multiplied by, or twice", _clipped(mean / scale)),
             ("The norm is not clipped", mean),
             ("The micro-batches are summed: their losses need the factor one over their number", _clipped(exact.mean(0).sum(0))),
