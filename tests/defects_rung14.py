@@ -28,7 +28,7 @@ _least = lambda silences, *rest: min(silences, key=lambda timeout: _lost(timeout
 
 #: What somebody finds out who asks the check again and again.
 ANSWERS = itertools.cycle(
-    [(7, 0, "momenta.2"), (5, 2, "weights.3"), (1, 0, "momenta.3"), None, (7, 2, "momenta.1"), (8, 2, "momenta.1")]
+    [(7, 0, "momenta.2"), (5, 2, "weights.3"), (1, 0, "momenta.2"), None, (7, 2, "momenta.1"), (8, 2, "momenta.1")]
 )
 
 
@@ -211,10 +211,11 @@ class find_first_wrong:
     the_loss_goes_down = lambda job: None if job(lambda step, state: step) else {}
 
     a_list_of_answers = lambda job: next(ANSWERS)
+    first_numbers = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, lambda t: t.view(-1)[0]))
     with_a_tolerance = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, torch.Tensor.half))
     indexed = _changed_found(lambda found: {"tensor": (found["tensor"][:-2], int(found["tensor"][-1]))})
     steps_taken = _changed_found(lambda found: {"step": found["step"] + 1})
-    weights_for_a_flip = _changed_found(lambda found: {"tensor": found["tensor"].replace("momenta.3", "weights.3")})
+    weights_for_a_flip = _changed_found(lambda found: {"tensor": "weights.2"} if found["step"] == 1 else {})
     one_of_the_majority = _changed_found(lambda found: {"group": (found["group"] + 1) % 3})
 
     def who_was_away(job):
@@ -310,6 +311,8 @@ class plan_groups:
     every_ten_minutes = _changed(lambda plan, *c: {"interval": 600.0})
     every_eight_hours = _changed(lambda plan, *c: {"interval": 28_800.0})
     interval_of_one_group = _changed(lambda plan, *c: {"interval": math.sqrt(2 * c[6] * c[2] / c[1])})
+    deaths_of_groups = _changed(lambda plan, *c: {"interval": math.sqrt(2 * c[6] * c[2] / plan["groups"] / c[7])})
+    interval_of_deaths_alone = _changed(lambda plan, *c: {"interval": math.sqrt(2 * c[6] * c[2] / c[0] / (1 - c[7]))})
     two_groups = _changed(lambda plan, n, l, m, st, r, rp, save, sh: {"groups": 2})
     groups_four_times_as_large = _changed(
         lambda plan, n, l, m, st, r, rp, save, sh: {"groups": max(1, (n - plan["spares"]) // (4 * l))}
@@ -343,6 +346,8 @@ class plan_groups:
 SENTENCES = {
     "interval_of_all_failures": "Young's for all failures",
     "every_ten_minutes": "would lose",
+    "deaths_of_groups": "would lose",
+    "interval_of_deaths_alone": "near Young's",
     "two_groups": "lose 6",
     "no_spares": "too few",
     "asks_the_check": "asks the check",
@@ -360,7 +365,7 @@ SENTENCES = {
     "blocks_of_all": "each is somebody's",
     "never_a_false_alarm": "waits for the longest silence",
     "half_a_beat": "shorter than the ordinary time",
-    "alarms_are_free": "false alarms are not free",
+    "alarms_are_free": "they are not free",
     "pauses_cost_nothing": "pays for pauses too",
     "mean_of_means": "A mean of 2 means",
     "sum_of_means": "a sum of means",

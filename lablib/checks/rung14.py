@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -122,7 +123,8 @@ def _explain_timeout(
          f"groups {timeout:.3g} s: with {deaths} deaths a false alarm is cheaper",
          deaths and timeout >= max(silences) and best < 0.9 * max(silences)),
         (f"A death costs all {groups - 1} others the timeout, not one group", deaths and near(alone)),
-        (f"Who is declared dead and lives must heal, which takes {heal:g} s: false alarms are not free", near(free)),
+        (f"At {timeout:.3g} s {sum(s > timeout for s in silences)} silences are false alarms, of {heal:g} s to heal each: they are "
+         "not free, and here a longer timeout costs less", near(free)),
         ("Before a false alarm all others have waited for the timeout: that is lost beside the healing", near(late)),
         (f"{timeout:.5g} s costs {given:,.0f} group-seconds, and {best:.5g} s costs {least:,.0f}: weigh deaths and waited pauses, "
          f"which cost {groups - 1} groups, against the {heal:g} s of each false alarm", True),
@@ -300,7 +302,8 @@ def _train_by(script: _Script, watch: Callable[[int, State], Any]) -> dict[int, 
             continue
         state.commit(gradient / state.job.batch)
         if step == script.step and me == script.group and script.tensor and not script.unhealed:
-            _named(state, script.tensor).view(-1)[0] *= 1 + 2**-20
+            flat = _named(state, script.tensor).view(-1)
+            flat[len(flat) // 2] = torch.nextafter(flat[len(flat) // 2], flat.max() + 1)
         seen[step] = watch(step, state)
     return seen
 
@@ -330,6 +333,7 @@ def _script(dice: random.Random, fault: str) -> _Script:
     back = gone + dice.randint(1, 3)
     tensor = f"{dice.choice(('weights', 'momenta'))}.{dice.randrange(_TENSORS)}"
     if fault == "flip":
+        tensor = f"{tensor[:-1]}{int(tensor[-1]) & 2}"  # a matrix: in its sum the lowest bit of one number is lost
         return _Script(away, gone, back, dice.randrange(_GROUPS), dice.choice((back + 1, 1, back + 2)), tensor)
     if not fault:
         return _Script(away, gone, back)
@@ -446,7 +450,7 @@ def plan_groups(answer: Callable[..., Any], seed: int = 14) -> str:
         ))  # fmt: skip
     clusters.append(_Cluster(100, 8, 400 * 86_400.0, 60.0, 300.0, 5 * 86_400.0, 60.0, 0.3))  # eights leave a rest
     slow, nodes = 30 ** random.random(), random.randint(150, 350)  # the interval decides; no table has them
-    clusters.append(_Cluster(nodes, 2, *(slow * seconds for seconds in (2 * 86_400.0, 1.0, 60.0, 7200.0, 20.0)), 0.3))
+    clusters.append(_Cluster(nodes, 4, *(slow * seconds for seconds in (2 * 86_400.0, 1.0, 60.0, 7200.0, 20.0)), 0.3))
     for number, cluster in enumerate(clusters):
         _judge_plan(answer(*cluster), cluster, seed + number)
     return f"{len(clusters)} clusters: played, each of your plans is within 1 % of the best one."
@@ -482,25 +486,26 @@ def _judge_plan(got: Any, cluster: _Cluster, seed: int) -> None:
         return
     size, larger = (nodes - spares) // groups, (nodes - best[1]) // best[0]
     idle = nodes - spares - groups * size
+    rest = (nodes - best[1]) % size / nodes if size > larger else 0.0  # what this size leaves beside the best spares
     # What each mistake costs: how much more the plan would do without it.
     costs = {
         "idle": idle / nodes,
         "size": played(best[0], best[1], interval)
-        - (resized := played(max(1, (nodes - best[1]) // size), best[1], interval)),
+        - (resized := rest + played(max(1, (nodes - best[1]) // size), best[1], interval)),
         "interval": played(groups, spares, best[2]) - theirs,
-        "spares": resized - theirs,
+        "spares": resized - theirs - idle / nodes,
     }
     main = max(costs, key=lambda name: costs[name])
     refuse(
         case,
-        (f"{idle} nodes neither train nor are spares: they do nothing", main == "idle"),
+        (f"Nodes that neither train nor are spares do nothing: here {idle} of {nodes}", main == "idle"),
         (f"{groups} groups of {size} nodes leave {nodes - groups * size} that do not train, and {best[0]} of {larger} leave "
          f"{nodes - best[0] * larger}: a rest counts too", main == "size" and size < larger),
         (f"Groups of {size} nodes lose {size} with each that fails, and {least} hold the model", main == "size"),
-        ("The interval is Young's for all failures, and most of them stop one group only: a checkpoint is read after those "
+        ("The interval is near Young's for all failures, and most of them stop one group only: a checkpoint is read after those "
          f"that take all, {shared:.0%} of them", main == "interval" and 0.8 < interval / young_interval(cluster.save, node_mtbf / nodes) < 1.25),
         (f"The interval is {interval:,.0f} s, and {best[2]:,.0f} s would lose {costs['interval']:.1%} less of the time: Young's, "
          "with the failures that take all groups", main == "interval"),
         (f"{spares} spares are {'too many: they stand idle for longer than they are needed' if spares > best[1] else 'too few'}: "
-         f"{best[1]} would do {costs['spares']:.1%} more", True),
+         f"{best[1]} beside {best[0]} groups would do {ours - theirs:.1%} more", True),
     )  # fmt: skip
