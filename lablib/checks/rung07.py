@@ -46,7 +46,6 @@ from lablib.toys.tensor_parallel import copy_to_tp, reduce_from_tp
 __all__ = ["Cluster", "Job", "build_mesh", "find_fault", "plan_cluster", "sketch"]
 
 Sizes = dict[str, int]
-#: Draws a case anew in each call, which no list of answers has.
 
 
 def _mesh(sizes: Sizes, gpus_per_node: int = 8) -> Mesh:
