@@ -77,11 +77,8 @@ def _text(action: object) -> str:
 
 def _refuse_lablibs(answer: Callable, *names: str) -> None:
     ready = {f"lablib.calc.schedules.generators.{name}" for name in ("schedule", *names)}
-    own = getattr(answer, "function", answer)
-    own = getattr(own, "func", own)  # of a partial
-    called = {*getattr(answer, "called", ()), f"{own.__module__}.{getattr(own, '__qualname__', '')}"}
     refuse("", ("This order is lablib's, ready-made: write it action by action, or let a program of yours search",
-                ready & called))  # fmt: skip
+                ready & set(getattr(answer, "called", ()))))  # fmt: skip
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------

@@ -88,13 +88,14 @@ class Answer:
     It can be sent to ranks as the function itself can.
 
     Attributes:
-        called: Names of the libraries' functions that its own lines have called, lablib's among them.
+        called: Its own name, and those of the libraries' functions that its lines have called, lablib's among them.
     """
 
     def __init__(self, function: Callable, lines: int = MOST_LINES) -> None:
         functools.update_wrapper(self, function)
         self.function, self.lines = function, lines
-        self.called: dict[str, None] = {}  # in order
+        own = getattr(function, "func", function)  # a library's function may be the answer itself, or in a partial
+        self.called: dict[str, None] = {f"{own.__module__}.{getattr(own, '__qualname__', '')}": None}  # in order
 
     def __call__(self, *case: Any, **named: Any) -> Any:
         """Call the function; raise `Wrong` if it does not come to its end."""
