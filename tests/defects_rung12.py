@@ -64,6 +64,7 @@ class merge:
     half_precision = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).bfloat16())
     adds_lse = _right_out(lambda lse_a, lse_b: lse_a + lse_b)
     keeps_the_larger_lse = _right_out(torch.maximum)
+    doubles_the_larger_sum = _right_out(lambda lse_a, lse_b: torch.maximum(lse_a, lse_b) + math.log(2))
     returns_the_sum = _right_out(lambda lse_a, lse_b: lse_a.exp() + lse_b.exp())
     logarithm_of_base_2 = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b) / math.log(2))
 
@@ -216,6 +217,7 @@ class packed_step:
     returns_what_backward_has = _step(
         weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: 4 * own / every)
     )
+    clears_gradients = lambda model, *batch: (packed_step.right(model, *batch), model.zero_grad())[0]
     takes_the_last_documents = _step(seen=lambda documents: documents.roll(-1, 1))
 
     def lablib_means(model, *batch):
@@ -352,6 +354,7 @@ class find_wrong_block:
     miscounts_backward = lambda job: (
         (f := _found()(job)) and f | ({"step": f["step"] % 3 + 1} if f["what"][0] == "g" else {})
     )
+    tells_where_it_is = lambda job: (f := _found()(job)) and (f if f["rank"] == dist.get_rank() else None)
     right = _found()
     right_names_nothing = lambda job: _found()(job) or dict.fromkeys(("what", "layer", "rank", "step"))
 
@@ -444,6 +447,9 @@ class choose_split:
     sends_forward_alone = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (3 if way == "ring" else 2)
     )
+    scatters_four_bytes_a_number = lambda **job: _choose(
+        **job, sent=lambda bytes_of, way, tp: bytes_of[way] * (1.5 if way == "gathered" else 1)
+    )
     sends_four_bytes_a_number = lambda **job: _choose(**job, sent=lambda bytes_of, way, tp: 2 * bytes_of[way])
     averages_over_dp = lambda **job: _choose(**job, over=job["dp"])
     averages_over_cp = lambda **job: _choose(**job, over=job["cp"])
@@ -492,6 +498,7 @@ SENTENCES = {
     "the_larger_takes_all": "both have a share",
     "empty_is_zero": "merged it still is",
     "half_precision": "keep fp32",
+    "doubles_the_larger_sum": "lse must be the log",
     "no_maximum": "Subtract the larger of both lse",
     "nothing_with_nothing": "-inf minus -inf",
     "ulysses_forgets_the_parts": "cp=4 does not divide seq=4006",
@@ -501,6 +508,7 @@ SENTENCES = {
     "without_the_idea_all_on_every_rank": "belongs to one replica",
     "late_chunk_first": "and not their order",
     "ranks_count_their_own": "counts its own tokens",
+    "clears_gradients": "leave what it gives",
     "takes_the_last_documents": "leave out the last token",
     "lablib_means": "`mean` answers for you",
     "restarts_on_the_rank": "restart where a rank's part begins",
@@ -527,6 +535,7 @@ SENTENCES = {
     "names_the_source": "in step j rank r has",
     "counts_the_other_way": "in step j rank r has",
     "miscounts_backward": "In backward the weights of one block are missing",
+    "tells_where_it_is": "on rank 0, which is read",
     "counts_layers_from_1": "Layers count from 0",
     "never_looks_at_the_mask": "that no query may see",
     "last_digits": "A healthy job is called sick",
@@ -539,6 +548,7 @@ SENTENCES = {
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "sends_what_all_ranks_send": "one rank is asked",
     "sends_four_bytes_a_number": "Two bytes carry a number",
+    "scatters_four_bytes_a_number": "at two bytes",
     "averages_over_dp": "dp and cp together",
     "one_block_for_a_ring": "keys and values of two blocks",
     "two_blocks_for_two_ranks": "which fit into room",

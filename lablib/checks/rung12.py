@@ -63,8 +63,8 @@ def _attend(scores: Tensor, values: Tensor) -> Part:
 
 def _parts() -> list[tuple[str, Part, Part, Part]]:
     """Return cases: what is special in them, two parts, and what both together give."""
-    # By hand: sums 2 and 6, outputs 5 and 1. No two mistakes give the same number.
-    hand = [torch.tensor([[number]], dtype=torch.float64) for number in (math.log(2), math.log(6), 5.0, 1.0)]
+    # By hand: sums 3 and 7, outputs 5 and 1. No two mistakes give the same number.
+    hand = [torch.tensor([[number]], dtype=torch.float64) for number in (math.log(3), math.log(7), 5.0, 1.0)]
     both = _attend(torch.cat(hand[:2], dim=1), torch.cat(hand[2:]))
     cases = [("one row by hand", _attend(hand[0], hand[2]), _attend(hand[1], hand[3]), both)]
     dice = torch.Generator().manual_seed(NEW.randrange(2**31))  # no list has these
@@ -275,8 +275,8 @@ def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
             raise Wrong("The model is not called, or without gradients, so nothing is learned.")
         tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*model.seen, strict=True))
         grads = [part[3].grad for part in model.seen]
-        if any(grad is None for grad in grads):
-            raise Wrong("After your function no gradient has come to the model: run backward of the loss.")
+        if any(grad is None for grad in grads) or all(p.grad is None for p in model.parameters()):
+            raise Wrong("In the end the model has no gradients: run backward of the loss, and leave what it gives.")
         # A token's loss pulls the logit of its label up and all others down, by their probabilities and its weight.
         grad, chances = torch.cat(grads), logits.softmax(-1)
         labels = grad.argmin(-1)
@@ -565,9 +565,9 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
         refuse(
             "",
             ("A healthy job is called sick; by an exact comparison it is, as sums in another order differ in the last digits", said is not None and not fault),
-            ("A sick job passes for healthy: its outputs are right, and what comes back to the keys is not",
+            ("A sick job passes for healthy on rank 0, which is read: its outputs are right, and what comes back to the keys is not",
              fault and fault.what == "gradients"),
-            ("A sick job passes for healthy, though an attention of it gives an output that one process does not", fault),
+            ("A sick job passes for healthy on rank 0, which is read, though an attention gives an output that one process does not", fault),
         )  # fmt: skip
         return
     otherwise = "Return a dictionary with what, layer, rank and step, or None for a healthy job."
@@ -785,7 +785,7 @@ def _explain_sent(got: float, way: str, truth: float, job: Job) -> NoReturn:
         ("This is forward alone" + ", or one byte a number, or leaves out values" * (way != "ring"), 1 / 3 if way == "ring" else 1 / 2),
         ("Backward needs more than one round: nobody kept the keys and values, and the gradients of both come home",
          2 / 3 if way == "ring" else 0),
-        ("What was gathered is kept, and backward scatters the gradients once", 3 / 2 if way == "gathered" else 0),
+        ("What was gathered is kept, and the gradients are scattered once, at two bytes", 3 / 2 if way == "gathered" else 0),
         (f"A rank's own part never travels: of {cp} parts {cp - 1} leave, or pass by", cp / (cp - 1)),
         ("Two bytes carry a number, and values travel too", 1 / 2), ("Two bytes carry a number, and what arrives others sent", 2),
     ]  # fmt: skip
