@@ -159,6 +159,7 @@ class split_mlp:
     # No matrix product that a counter of those would see.
     without_the_idea_a_mask_on_the_product_value_by_value = _behind(lambda x, a: (x.unsqueeze(-2) * a).sum(-1))
     without_the_idea_a_mask_token_by_token = _behind(lambda x, a: torch.stack([a.mv(z) for z in x.flatten(0, -2)]))
+    without_the_idea_a_mask_on_sparse_ones = _behind(lambda x, a: torch.sparse.mm(a.to_sparse(), x.flatten(0, -2).T).T)
     # On rank 0 the same as the first columns of the second matrix for all.
     sum_before_the_second_matrix = lambda *case: _half(*case, by=reduce_from_tp, leave=_same)
 
@@ -610,6 +611,7 @@ class find_fault:
     all_ranks_always = _finding(ranks=[0, 1])
     a_half = lambda job, group: (found := _finding()(job, group)) and (found[0][0], *found[1:])
     no_name_of_the_job = lambda job, group: (found := _finding()(job, group)) and (f"layers.{found[0]}", *found[1:])
+    a_name_in_two = lambda job, group: (found := _finding()(job, group)) and (tuple(found[0].split(".")), *found[1:])
     short_for_the_way = lambda job, group: (found := _finding()(job, group)) and (found[0], found[1][:3], found[2])
     up_for_inner = lambda j, g: (found := _finding()(j, g)) and (found[0].replace("inner", "up"), *found[1:])
     right = _finding(above=1e-4)
@@ -636,6 +638,7 @@ SENTENCES = {
     "without_the_idea_all_compute_all_and_average": "rows of `up` have a gradient. Each rank takes",
     "without_the_idea_a_mask_on_the_whole_product": "as when the part is taken behind the product",
     "without_the_idea_a_mask_on_the_product_value_by_value": "as when the part is taken behind the product",
+    "without_the_idea_a_mask_on_sparse_ones": "behind the product", "a_name_in_two": "', 'inner')` is a whole half, or no",
     "without_the_idea_a_mask_token_by_token": "behind the product", "sum_before_the_second_matrix": "taken behind the second",
     "no_gradient_through_the_sum": "on rank 0 0 of", "x_detached": "backward sends nothing", "nothing_in_the_sum": "0 of the",
     "without_the_idea_data_parallel": "Forward is right, and on rank 0 ", "whole_and_no_relu": "The ReLU is missing",

@@ -7,6 +7,7 @@ All but the check of heads run the answer on real ranks, in fp32, and look at wh
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from lablib.calc.communication import ring_all_gather_bytes, ring_all_reduce_bytes
+from lablib.calc.communication import ring_all_reduce_bytes
 from lablib.calc.parallel import layer_elements
 from lablib.checks.judging import (
     NEW,
@@ -101,10 +102,6 @@ def _passed_through(results: list[dict], shape: tuple[int, ...]) -> None:
             raise Wrong(f"Rank {rank} returns shape {tuple(got['y'].shape)}; it should be {shape}.")
 
 
-def _one_way(shape: tuple[int, ...], tp: int) -> float:
-    return ring_all_gather_bytes(4 * torch.Size(shape).numel(), tp)
-
-
 _INPUTS = ("x", "up", "up_bias", "down", "down_bias")
 
 
@@ -122,14 +119,15 @@ class _Products(TorchDispatchMode):
     flops = 0
 
     def __torch_dispatch__(self, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kinds = {kind.__name__ for kind in types}
+        kinds, name = {kind.__name__ for kind in types}, func.overloadpacket.__name__
         if "DTensor" in kinds:
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if "FakeTensor" not in kinds and (count := flop_registry.get(func.overloadpacket)):
             self.flops += count(*args, **(kwargs or {}), out_val=result)
-        elif func.overloadpacket.__name__ in ("mul", "mv", "addmv", "dot"):  # products may be made of these
-            self.flops += 2 * max(x.numel() for x in (result, *args) if isinstance(x, Tensor))
+        elif "FakeTensor" not in kinds and any(it in name for it in ("mul", "mm", "mv", "dot", "addr")):  # may make one
+            sizes = [1, *(x.numel() for x in (*args[-2:], result) if isinstance(x, Tensor))]  # matrices': mk, kn, mn
+            self.flops += 2 * (max(sizes) if "mul" in name else math.isqrt(math.prod(sizes)))
         return result
 
 
@@ -166,7 +164,7 @@ def split_mlp(answer: Callable[..., Tensor]) -> str:
     _judge_mlp_forward(results, whole_y.detach(), values, tp)
     _judge_mlp_parts(results, values, tp)
     _judge_mlp_backward(results, truth, tp)
-    _pay(results, *[2 * _one_way(tuple(grad.shape), tp)] * 2)
+    _pay(results, *[ring_all_reduce_bytes(4 * grad.numel(), tp)] * 2)
     return "One sum forward, one backward, and nothing between the two matrices."
 
 
@@ -770,7 +768,9 @@ def _said(given: Any) -> tuple[str, str, list[int]] | None:
     told = 'Return None for a healthy job, or (name of the module, "forward" or "backward", list of ranks).'
     parts = by_name(given, "module", "way", "ranks", otherwise=told)
     ranks = sorted({whole(r, "A rank") for r in numbers(parts["ranks"], "ranks")})
-    module, way = (str.__str__(it).strip() if isinstance(it, str) else "" for it in map(parts.get, ("module", "way")))
+    module, way = (
+        str.__str__(x).strip() if isinstance(x, str) else str(x)[:40] for x in map(parts.get, ("module", "way"))
+    )
     refuse("", (told.rstrip("."), way.lower() not in ("forward", "backward")))
     return module, way.lower(), ranks
 

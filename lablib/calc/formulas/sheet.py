@@ -216,7 +216,7 @@ FORMULAS = (
         "z: logits; m: their maximum over all ranks; y: the target; V: vocabulary",
         "lablib.toys.tensor_parallel.layers.vocab_parallel_cross_entropy",
         "3 fp32 numbers a token in messages, where there are {V:,} logits"),
-    Formula("eq-03-sent", "Values a rank sends, layer and micro-batch", _SIZES + "; t: ranks",
+    Formula("eq-03-sent", "Values a rank sends, layer and micro-batch", _SIZES + "; t: ranks; no recomputation",
         lambda b, s, h, t: layer_elements(batch=b, seq=s, hidden=h, tp=t), "{MB16:,.0f} MB in 16 bits"),
     Formula("eq-03-sent-shard", "The same, keeping only the shard",
         "with sequence parallelism that gathers the input of each half again in backward",
