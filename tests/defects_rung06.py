@@ -103,6 +103,8 @@ class apply_fsdp:
             fully_shard(model, mesh=mesh, mp_policy=_BF16)
         return model
 
+    right_3 = lambda *case: [_wrap(*case), case[0].unshard()][0]
+
     def right_2(model, mesh, most, fp32):
         """Third solution: inside out over all names, each module that fits and whose parent does not."""
         tied = _parts(model)[0].weight is _parts(model)[-1].weight
@@ -322,17 +324,24 @@ class write_checkpoint:
         if rank == ranks - 1:
             disk.rename(f"part-{step}", f"step-{step}")
 
-    def polls(disk, rank, ranks, step, state, barrier):
+    def right_3(disk, rank, ranks, step, state, barrier):
+        """Fourth solution: no second barrier; rank 0 waits for marks that ranks make when their file is whole."""
+        rank or disk.remove(f"tmp-{step}") or disk.remove(f"done-{step}")
+        barrier()
         disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
-        if rank == 0:
-            while not all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
-                pass
+        disk.write(f"done-{step}/{rank}", "")
+        while not rank and not all(disk.exists(f"done-{step}/{r}") for r in range(ranks)):
+            pass
+        rank or disk.rename(f"tmp-{step}", f"step-{step}")
+
+    def the_last_publishes(disk, rank, ranks, step, state, barrier):
+        rank or disk.remove(f"tmp-{step}")
+        barrier()
+        disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
+        if all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
             disk.rename(f"tmp-{step}", f"step-{step}")
 
-    def writes_for_ever(disk, rank, ranks, step, state, barrier):
-        while not disk.exists(f"step-{step}"):
-            disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
-            barrier()
+    asks_for_ever = lambda disk, *rest: any(disk.exists("step-0") for _ in iter(int, 1))
 
 
 def _units(parts, tied, size, ends=True):
@@ -491,8 +500,8 @@ SENTENCES = {
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
-    "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "polls": "what waits for the others is a barrier",
-    "writes_for_ever": "never ends", "zeros_before_the_step": "is to be", "state_under_model": "under 'model'",
+    "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends", "the_last_publishes": "half written",
+    "zeros_before_the_step": "is to be", "state_under_model": "under 'model'",
     "without_the_idea_by_heart": "not freed after",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
