@@ -15,7 +15,7 @@ def test_each_reading_has_its_rung_reader_counts_date_and_commit():
     for row in READINGS:
         assert row["rung"] in RUNGS or (ROOT / "book" / f"{row['rung']}.md").exists()
         assert row["reader"] in ("expert", "learner")
-        assert row["way"] in ("sampled", "whole")
+        assert row["way"] in ("short", "sampled", "whole")
         assert all(int(row[count]) >= 0 for count in ("wrong", "stale", "verdicts"))
         assert datetime.date.fromisoformat(row["date"])
         assert re.fullmatch(r"[0-9a-f]{7,40}", row["commit"])
