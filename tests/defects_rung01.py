@@ -57,6 +57,8 @@ class bytes_per_parameter:
     weights_always_bf16 = asked(right, weights="bf16")
     gradients_always_bf16 = asked(right, gradients=lambda gradients: ["bf16"] * len(gradients))
     adamw_is_sixteen = told(right, lambda size, optimizer: 16 if optimizer == "adamw" else size)
+    with_an_fp32_sum = told(right, lambda size, gradients: size + 4 * ("fp32" not in gradients))
+    with_six_for_a_master_copy = told(right, lambda size, master: size + 2 * master)
     with_fp32_gradients = told(right, lambda size, gradients, master: size + 4 * (master and "fp32" not in gradients))
     with_the_roots_of_the_step = told(right, lambda size, optimizer: size + 4 * ("adamw" in optimizer))
 
@@ -128,6 +130,7 @@ class train_within:
     an_optimizer_each_step = _search(fresh=True)
     another_rate = _search(fused=True, lr=3e-4)
     another_decay = _search(fused=True, weight_decay=0)
+    other_betas = _search(fused=True, betas=(0.9, 0.95))
     clips = _search(share=lambda part, parts: 0.31 * len(part) / 6)
     trains_the_blocks_alone = lambda model, batches, adamw, device: _search()(
         model, batches, lambda _, **how: adamw(model.blocks.parameters(), **how), device)  # fmt: skip
@@ -176,7 +179,7 @@ class train_within:
         return losses
 
     def right(model, batches, adamw, device):
-        """Measures ever more sequences first, twice, and adds the moments that are not there yet."""
+        """Measures ever more sequences first, twice, and adds the moments that are not there yet; passes in a closure."""
         optimizer = adamw(model.parameters(), foreach=False)
         weights, own = device.live, [block.forward for block in model.blocks]
 
@@ -205,8 +208,7 @@ class train_within:
         losses = []
         for batch in batches:
             model.zero_grad()
-            losses.append(sum(run(part, again) for part in batch.split(size)))
-            optimizer.step()
+            losses.append(optimizer.step(lambda batch=batch: sum(run(part, again) for part in batch.split(size))))
         return np.array(losses)
 
     def right_2(model, batches, adamw, device):
@@ -427,6 +429,9 @@ class run_memory:
     run_with_one_moment = told(
         right, lambda memory, optimizer: memory | {"optimizer": memory["optimizer"] - 4 * memory["parameters"] * ("adamw" in optimizer)}
     )  # fmt: skip
+    run_with_fp32_gradients_in_the_optimizer = told(
+        right, lambda memory: memory | {"optimizer": memory["optimizer"] + 4 * memory["parameters"]}
+    )
     run_without_parameters = told(right, lambda memory: memory | {"parameters": 0})
     run_with_logits_of_one_sequence = told(right, lambda memory, batch: memory | {"logits": memory["logits"] // batch})
     run_without_gradients = told(right, lambda memory: memory | {"gradients": 0})
@@ -483,7 +488,8 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, train_within, find_surpl
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
+    "other_betas": "Leave betas", "run_with_fp32_gradients_in_the_optimizer": "not 12 in all",
+    "with_an_fp32_sum": "lets them go", "with_six_for_a_master_copy": "A master copy is fp32", "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
     "run_with_a_buffer_of_gradients": "Megatron's buffer", "run_that_keeps_logits_in_both_dtypes": "no bf16 value",
     "no_care": "inside of the optimizer's step", "one_sequence_at_a_time": "passes, and",
     "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
@@ -512,7 +518,7 @@ SENTENCES = {
     "with_the_roots_of_the_step": "roots that AdamW's step makes",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
-    "run_always_adamw": "not every one is AdamW", "gradients_always_fp32": "not always 4 bytes",
+    "run_always_adamw": "not 12 in all", "gradients_always_fp32": "not always 4 bytes",
     "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case",
     "run_with_16_bit_moments": "and 4 of this optimizer's fp32 moments, not 6",
     "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",

@@ -31,6 +31,7 @@ from lablib.checks.judging import (
     NEW,
     Sealed,
     Wrong,
+    as_float,
     ask_ranks,
     check,
     close,
@@ -97,7 +98,8 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         ("An fp32 master copy costs 4 bytes beside the working weights", but(master=lambda *_: 0)),
         ("Where there is no master copy it costs 0", but(master=lambda *_: 4)),
         ("Count the master copy beside fp32 weights too", but(master=lambda w, g, m, o: 4 * (m and w != "fp32"))),
-        ("A master copy is fp32, 4 bytes, whatever the dtype of the weights", but(master=lambda w, g, m, o: m * half(w))),
+        *(("A master copy is fp32, 4 bytes, whatever the dtype of the weights", but(master=lambda w, g, m, o, of=of: m * of(w)))
+          for of in (half, lambda w: 6, lambda w: 4 + half(w))),
         ("A master copy does not replace the working weights", but(weights=lambda w, g, m, o: 0 if m else half(w))),
         ("Backward fills a gradient for every parameter before the optimizer steps", but(gradients=lambda *_: 0)),
         ("A gradient has its own dtype, not that of the weights", but(gradients=lambda w, g, m, o: half(w) * len(g))),
@@ -111,7 +113,7 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
            but(moments=lambda w, g, m, o, of=of: of.get(o, MOMENT_BYTES[o])))
           for of in ({"sgd": 4, "sgd-momentum": 8}, {"sgd-momentum": 0})),
         *(("The step makes fp32 gradients and lets them go: count the buffers that are listed", but(gradients=lambda w, g, m, o, i=i:
-           sum(map(half, g)) + 4 * (m, m and "fp32" not in g, g == ("fp16",))[i])) for i in range(3)),
+           sum(map(half, g)) + 4 * (m, m and "fp32" not in g, g == ("fp16",), "fp32" not in g)[i])) for i in range(4)),
         ("A gradient of the weights' dtype has bytes of its own",
          but(gradients=lambda w, g, m, o: sum(half(d) for d in g if d != w))),
         ("Moments depend on the optimizer: not every one is AdamW", but(moments=lambda *_: 8)),
@@ -119,7 +121,7 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
         *(("The roots that AdamW's step makes are no model states, and gone after it",
            but(moments=lambda w, g, m, o, of=of: MOMENT_BYTES[o] + 4 * (o in of))) for of in (("adamw",), ("adamw", "adamw-8bit"))),
         ("Moments are kept with and without a master copy", but(moments=lambda w, g, m, o: m * MOMENT_BYTES[o])),
-        *((each, eight(bytes_)) for bytes_ in (2, 1 + 1 / 64, 2 + 1 / 64, 2 + 2 / 256, 2 * (1 + 4), 2 * (1 + 4 / 2048))),
+        *((each, eight(bytes_)) for bytes_ in (2, 1 + 1 / 64, 2 + 1 / 64, 2 + 2 / 256, 10 + 1 / 32, 10, 2 * (1 + 4), 2 * (1 + 4 / 2048))),
         ("The number is in bits, and the answer is asked in bytes", lambda *case: 8 * right(*case)),
     ]  # fmt: skip
     rows = [(case, answer(*case), right(*case)) for case in cases]
@@ -235,23 +237,22 @@ class _Task:
             if found.passes > MOST_PASSES:
                 raise Wrong(f"It never ends: {MOST_PASSES} passes, and all choices in all steps are fewer than 100.")
 
-        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: tuple, more: dict) -> tuple[tuple, dict]:
+            losses = [closure() for closure in (*args[1:], *more.values()) if closure]  # before the step itself
             device._aside, found.in_step = True, True
             found.gradients += [torch.cat([(p * 0 if p.grad is None else p.grad).ravel() for p in model.parameters()])]
-            found.settings |= {(group["eps"], group["weight_decay"]) for group in optimizer.param_groups}
+            found.settings |= {(g["eps"], g["weight_decay"], *g["betas"]) for g in optimizer.param_groups}
             found.counts.append((found.passes, sum(block.runs for block in blocks)))
             device._aside = False
-
-        def after(*_: object) -> None:
-            found.in_step = False
+            return (optimizer, *(lambda: losses[0] for _ in losses)), {}
 
         def adamw(parameters: Iterable, **how: object) -> torch.optim.Optimizer:
             optimizer = torch.optim.AdamW(parameters, **{"foreach": not how.get("fused")} | how)
             optimizer.register_step_pre_hook(before)
-            optimizer.register_step_post_hook(after)
+            optimizer.register_step_post_hook(lambda *_: setattr(found, "in_step", False))
             return optimizer
 
-        model.head.register_forward_pre_hook(counted)  # a learner may write the pass down, from tokens to head
+        model.tokens.register_forward_pre_hook(counted)  # also where the head runs in chunks
         gc.freeze()  # what is there already need not be looked at when the device is full
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are small, and threads would wait for each other
@@ -332,7 +333,7 @@ def train_within(answer: Callable[..., Iterable[float]], seed: int = 1) -> str:
     return f"{2 * len(tasks)} devices held their runs, which have the gradients of whole batches, and no pass or replay is too many."
 
 
-_LATER = "right at first, and not here: keep one AdamW, its moments, its default lr and betas; train all weights; clear gradients"
+_LATER = "right at first, and not here: keep one AdamW, its moments, its default lr; train all weights; clear gradients"
 
 
 def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> None:
@@ -347,7 +348,7 @@ def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> 
         (f"The device is full, {got.full}, in the first step: catch the error and take less, or measure before. What an attempt "
          "made is alive while a name such as `loss` has it, and inside of the except clause its frames do", got.full),
         (f"AdamW begins {done} steps for {BATCHES} batches; one that stops halfway has changed moments already", done != BATCHES),
-        ("Leave `eps` and `weight_decay` of AdamW at their defaults, for all weights", got.settings != {(1e-8, 0.01)}),
+        ("Leave betas, `eps` and `weight_decay` of AdamW at their defaults, for all weights", got.settings != {(1e-8, 0.01, 0.9, 0.999)}),
     )  # fmt: skip
     for step, (mine, true) in enumerate(zip(got.gradients, right.gradients, strict=True)):
         ratio = (mine @ true / (true @ true)).item()
@@ -460,9 +461,7 @@ def _read_surplus(got: Any) -> tuple[str, int, bool] | None:
     return part, whole(step, "The step"), bool(grows)
 
 
-_PASSED_OVER = {
-    "roots": "One rank holds more for a moment inside of a step, and not after it: read the peak of each part"
-}
+_ROOTS = "One rank holds more for a moment inside of a step, and not after it: read the peak of each part"
 _LEFT = "One rank holds more from some step on: count what is alive after each part, what autograd saved too"
 
 
@@ -489,7 +488,7 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
              not kind and (here or there)),
             ("Both ranks accuse themselves, and one of them holds what it has to", kind and here and there),
             ("The rank that holds less is accused", kind and there),
-            (_PASSED_OVER.get(kind, _LEFT), kind and here is None),
+            (_ROOTS if kind == "roots" else _LEFT, kind and here is None),
         )  # fmt: skip
         if here:
             _judge_surplus(kind, since, *here)
@@ -636,9 +635,8 @@ def _judge_run(
         "gradients": [("Gradients are bf16 when backward ends; only the step makes fp32 ones of them", 4 * n),
                       ("Every trained parameter has a gradient", 0)],
         "optimizer": [
-            ("Count this optimizer's own moments: not every one is AdamW", 12 * n),
             *((f"A parameter has 4 bytes of fp32 master copy and {moments} of this optimizer's fp32 moments, not {of:g} in all", of * n)
-              for of in (moments, 4 + moments / 2)),
+              for of in (moments, 4 + moments / 2, 12)),
         ],
         "activations": [
             ("Full recomputation keeps the input of every block" if recompute == "full" else "Blocks keep what backward needs", 0),
@@ -683,10 +681,10 @@ def _judge_run(
     norms = 8 * (layers + 1) * tokens * (recompute == "none")  # 4 bytes of statistics a norm and token
     above = {"activations": norms, "peak": truth["last"] if truth["at"] == "step" else norms}
     for term in TERMS:
-        value, right = given[term], truth[term]
+        value, right = as_float(given[term]), truth[term]
         if close(value, right, rel=1e-7 if term == "parameters" else 2e-4):
             continue
-        if right - below.get(term, 0) <= float(value) <= right + above.get(term, 0):
+        if right - below.get(term, 0) <= value <= right + above.get(term, 0):
             continue
         for unit, size in (("GB", 1e9), ("GiB", 2**30), ("MB", 1e6), ("MiB", 2**20)):
             if term != "parameters" and close(value, right / size, rel=1e-4 + near.get(term, 0) / right):
@@ -698,7 +696,7 @@ def _judge_run(
                 raise Wrong(f"{term}: {sentence} ({case}).")
         raise Wrong(
             f"{term}: this mistake is not one that the check knows. {shape}, {optimizer}, s={s}, b={b}, recompute "
-            f"{recompute}, {loss} loss gives {float(value):,.0f}, and should give {right:,.0f}."
+            f"{recompute}, {loss} loss gives {value:,.0f}, and should give {right:,.0f}."
         )
     said = given["at"].lower() if isinstance(given["at"], str) else ""
     if truth["at"] not in said or all(word in said for word in ("loss", "step")):
