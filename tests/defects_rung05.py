@@ -444,6 +444,11 @@ class train:
         room = round(job[-1] / sum(p.nbytes for p in job[0].parameters()), 1)
         _train(*job, stage=lambda _: {3.5: 1, 2.5: 2}.get(room, 3))
 
+    def pieces_beside_whole_weights_forgotten(*job):
+        """The stages of equation 05-states, which has no piece beside whole weights."""
+        room = job[-1] / sum(p.nbytes for p in job[0].parameters())
+        _train(*job, stage=lambda _: 1 if room > 2 + 2 / 3 else 2 if room > 2 else 3)
+
     def without_the_idea_ddp(model, steps, loss_of, adamw, budget):
         optimizer = adamw(model.parameters())
         _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)
@@ -789,6 +794,7 @@ SENTENCES = {
     "without_the_idea_stage_3_for_every_budget": "reduce them once",
     "without_the_idea_one_unit": "make each block a unit",
     "one_unit_but_in_stage_3": "make each block a unit",
+    "pieces_beside_whole_weights_forgotten": "weights 1.33",
     "nobody_clips": "of one process that clips as they do",
     "without_the_idea_full_gradients": "no reduce-scatter has cut",
     "without_the_idea_gathers_every_time": "gather them once",
