@@ -247,6 +247,7 @@ class keep_training:
     takes_all_steps_again = _again
     never_shards = lambda task, folder: task.log(1, task.loss(task.model(), task.order(0)[:6]))
     drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
+    logs_what_it_never_computed = lambda task, folder: task.log(1, 0.5)
     rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
     def right(task, folder):
@@ -694,7 +695,7 @@ SENTENCES = {
     "without_the_idea_weights_are_all": "optimizer's moments", "begins_again": "goes on with step 1:",
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
-    "one_seed_for_each_step": "dropout takes away what it took",
+    "one_seed_for_each_step": "dropout takes away what it took", "logs_what_it_never_computed": "computes the loss of 0",
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",

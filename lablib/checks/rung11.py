@@ -103,7 +103,7 @@ class Task:
         count: Samples of an epoch.
     """
 
-    batch, whole = 12, False  # `whole` once the last loss was that of a model that is not sharded
+    batch, whole, mask = 12, False, b""  # `whole` once the last loss was that of a model that is not sharded
 
     def __init__(self, seed: int, steps: int, save_every: int, count: int, dropout: float = 0.0) -> None:
         self.seed, self.steps, self.save_every, self.count, self.dropout = seed, steps, save_every, count, dropout

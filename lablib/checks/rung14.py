@@ -449,7 +449,7 @@ def plan_groups(answer: Callable[..., Any], seed: int = 14) -> str:
             dice.choice((60.0, 240.0)), dice.choice((0.02, 0.1, 0.3)),
         ))  # fmt: skip
     clusters.append(_Cluster(100, 8, 400 * 86_400.0, 60.0, 300.0, 5 * 86_400.0, 60.0, 0.3))  # eights leave a rest
-    slow, nodes = 30 ** random.random(), random.randint(150, 350)  # the interval decides; no table has them
+    slow, nodes = 30 ** NEW.random(), NEW.randint(150, 350)  # the interval decides; no table has them
     clusters.append(_Cluster(nodes, 4, *(slow * seconds for seconds in (2 * 86_400.0, 1.0, 60.0, 7200.0, 20.0)), 0.3))
     for number, cluster in enumerate(clusters):
         _judge_plan(answer(*cluster), cluster, seed + number)
