@@ -341,6 +341,14 @@ class write_checkpoint:
         if all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
             disk.rename(f"tmp-{step}", f"step-{step}")
 
+    def two_may_see_that_all_are_whole(disk, rank, ranks, step, state, barrier):
+        rank or disk.remove(f"tmp-{step}") or disk.remove(f"part-{step}")
+        barrier()
+        disk.write(f"part-{step}/rank-{rank}", {**state, "step": step})
+        disk.rename(f"part-{step}/rank-{rank}", f"tmp-{step}/rank-{rank}")
+        if all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
+            disk.rename(f"tmp-{step}", f"step-{step}")
+
     asks_for_ever = lambda disk, *rest: any(disk.exists("step-0") for _ in iter(int, 1))
 
 
@@ -500,7 +508,8 @@ SENTENCES = {
     "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
-    "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends", "the_last_publishes": "half written",
+    "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends",
+    "the_last_publishes": "one rank renames, once", "two_may_see_that_all_are_whole": "one rank renames, once",
     "zeros_before_the_step": "is to be", "state_under_model": "under 'model'",
     "without_the_idea_by_heart": "not freed after",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",

@@ -490,10 +490,11 @@ class Disk(Sealed):
 
     def exists(self, path: str) -> bool:
         """Say whether there is a file or a folder of that name."""
-        if (self._rank, path) in self._world.asked:  # who asks again waits for the others
-            self._world.step(self._rank, last=True)
-        self._world.asked.add((self._rank, path))
-        return bool(_inside(self._world.files, path))
+        there, world = bool(_inside(self._world.files, path)), self._world
+        if world.slow or (self._rank, path) in world.asked:  # who asks again waits for the others
+            world.step(self._rank, last=True)  # they may do much between a look and what is done upon it
+        world.asked.add((self._rank, path))
+        return there
 
 
 def _inside(files: Files, path: str) -> list[str]:

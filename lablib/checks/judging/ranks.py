@@ -36,7 +36,7 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
         who = f"rank {late.ranks[0]}" if len(late.ranks) == 1 else f"ranks {', '.join(map(str, late.ranks))}"
         raise Wrong(
             f"After {patience:.0f} s {who} had not come back: a collective waits until every rank of the group calls it, "
-            "in the same order."
+            "in the same order; a recv waits for its send."
         ) from None
     except RankError as error:
         last = [line for line in error.traceback.splitlines() if line[:1].isalpha()][-1]  # its text may have more
