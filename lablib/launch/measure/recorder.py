@@ -226,7 +226,7 @@ def _nbytes(data: torch.Tensor | list | tuple) -> int:
 
 
 _LARGEST = 2**30  # bytes
-PREFIX = "nccl_trace_rank_"  # PyTorch's own, so that `torchfrtrace` reads what `dump` writes
+PREFIX = "nccl_trace_rank_"  # PyTorch's own, which `torchfrtrace` looks for (torch 2.13's fails on gloo's dumps)
 
 
 @dataclass(frozen=True)
