@@ -112,6 +112,9 @@ class split_mlp:
     forgets_f = lambda *case: _half(*case, enter=_same)
     forgets_g = lambda *case: _half(*case, leave=_same)
     backward_of_g_sums = lambda *case: _half(*case, leave=lambda y, group: _Around.apply(y, group, _summed, _summed))
+    backward_of_g_averages = lambda *c: _half(*c, leave=lambda y, g: _Around.apply(y, g, _summed, lambda z, _: z / 3))
+    f_on_the_last_bias = lambda *case: _half(*case[:4], copy_to_tp(case[4], case[5]), case[5])
+    last_bias_on_rank_0_after_the_sum = lambda *case: _half(*case[:4], case[4] * (case[5].rank() == 0), case[5])
     averages_the_parts = lambda *case: _half(*case, leave=lambda y, group: reduce_from_tp(y, group) / group.size())
     averages_the_gradient = lambda *case: _half(*case, enter=lambda x, group: _Around.apply(x, group, _same, _mean))
     g_in_place_of_f = lambda *case: _half(*case, enter=lambda x, group: reduce_from_tp(x, group))
@@ -422,6 +425,19 @@ def _styles():
     return styles, Replicate(), Shard
 
 
+def _hooked(reduce):
+    """The weights of norms stay plain tensors, and what ranks find of their gradients is reduced in backward."""
+    styles, _, _ = _styles()
+
+    class Reducing(styles.ParallelStyle):
+        def _apply(self, module, mesh):
+            module.weight.register_hook(lambda grad: reduce(grad, mesh.get_group()))
+            return module
+
+    norms = ("ln1", "ln2", "attn.q_norm", "attn.k_norm")
+    return _plan(tokens=True, left_out=norms) | {f"layers.*.{name}": Reducing() for name in norms}
+
+
 class write_plan:
     without_the_idea_an_empty_plan = lambda model: {}
 
@@ -510,17 +526,8 @@ class write_plan:
             ("layers.*.ln1", "layers.*.ln2"), Gathering()
         )
 
-    def right_4(model):
-        """The weights of norms stay plain tensors, and what ranks find of their gradients is summed in backward."""
-        styles, _, _ = _styles()
-
-        class Summing(styles.ParallelStyle):
-            def _apply(self, module, mesh):
-                module.weight.register_hook(lambda grad: _summed(grad, mesh.get_group()))
-                return module
-
-        norms = ("ln1", "ln2", "attn.q_norm", "attn.k_norm")
-        return _plan(tokens=True, left_out=norms) | {f"layers.*.{name}": Summing() for name in norms}
+    right_4 = lambda model: _hooked(_summed)
+    averages_what_ranks_find = lambda model: _hooked(_mean)
 
 
 def _seen(job, model):
@@ -629,7 +636,9 @@ class find_fault:
 DEFECTS, SECOND_SOLUTIONS = listed(split_mlp, split_qkv, write_plan, find_fault)
 
 SENTENCES = {
-    "over_the_whole_job": "A collective runs over all ranks of the job",
+    "backward_of_g_averages": "before the sum are 0.33 times", "f_on_the_last_bias": "each rank needs the whole gradient, once",
+    "last_bias_on_rank_0_after_the_sum": "is missing on rank 1", "averages_what_ranks_find": "the sum, not the mean, of what",
+    "backward_of_g_sums": "before the sum are 3 times", "over_the_whole_job": "A collective runs over all ranks of the job",
     "bias_shared_out_after_the_sum": "shared out after the sum", "the_sum_on_the_last": "needs the whole sum",
     "keys_before_queries": "key heads that do not exist", "without_the_idea_a_list_of_refusals": "a ValueError",
     "without_the_idea_a_list_of_jobs": "You find nothing in a job",

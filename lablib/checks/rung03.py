@@ -179,7 +179,7 @@ def _judge_mlp_forward(results: list[dict], full: Tensor, values: list[Tensor], 
     refuse("",
         (f"The last bias counts {tp} times: it belongs to the sum, not to each part", _same(y, full + (tp - 1) * bias)),
         ("The parts are averaged; they are parts of one sum", _same(y * tp, full) or _same((y - bias) * tp, full - bias)),
-        ("The last bias is missing", _same(y, full - bias)),
+        (f"The last bias is missing on rank {off[0]}", _same(y, full - bias)),
         ("The last bias is shared out after the sum: it is added once there, whole", _same(y, full + (1 / tp - 1) * bias)),
     )  # fmt: skip
     recognize(y, "", [] if differ else _mlp_slips(values, tp), _same)
@@ -238,21 +238,21 @@ def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None
 
 
 def _judge_mlp_backward(results: list[dict], truth: dict[str, Tensor], tp: int) -> None:
-    again = _same(sum(got["up"] for got in results), tp * truth["up"])
+    times = next((n for n in (tp, 1 / tp) if _same(sum(got["up"] for got in results), n * truth["up"])), 0)
     for rank, got in enumerate(results):
         right = _same(got["x"], truth["x"])
         refuse(
             "",
             ("Forward is right, but backward sends nothing, and the gradient of x is not that of one process: x went to all "
              "ranks, so its gradient is a sum over them", not got["calls"][1] and not right),
-            (f"Forward is right, but the gradients before the sum are {tp} times too long, as when backward of g sums again, "
-             "though every rank already has the whole gradient", again),
+            (f"Forward is right, but the gradients before the sum are {times:.2g} times those of one process, as when backward "
+             "of g sums again or averages, though every rank already has the whole gradient", times),
             (f"The gradient of x is {tp} times too long, as when f sums it twice", _same(got["x"], tp * truth["x"])),
             ("The gradient of x is wrong: f hands x to all ranks, and its backward sums what they return", not right),
             (f"Rank {rank} finds 1/{tp} of the gradient of the last bias: add the bias undivided, after the sum",
              _same(got["down_bias"], truth["down_bias"] / tp)),
-            (f"Rank {rank} does not find the gradient of the last bias: the bias is replicated, and copies that get "
-             "different gradients drift apart", not _same(got["down_bias"], truth["down_bias"])),
+            (f"The gradient that rank {rank} finds of the last bias is not that of one process: the bias is replicated, and "
+             "each rank needs the whole gradient, once", not _same(got["down_bias"], truth["down_bias"])),
         )  # fmt: skip
     for name in ("up", "up_bias", "down"):
         wrong = not _same(sum(got[name] for got in results), truth[name])
@@ -629,8 +629,8 @@ def _judge_plan(got: dict[str, Any], rank: int, numel: int) -> None:
         ("It runs, and the logits are not those of one process: look at what each style takes for granted about its input, "
          "and which values are complete on a rank", not got.get("right", True)),
         (lambda: f"Forward is right, and rank {rank} has only a part of the gradient of `{got['parts'][0]}`: every rank holds "
-         "this weight and uses it for some heads or tokens, so its gradient is a sum over the ranks, which plain tensors "
-         "never make", got.get("parts")),
+         "this weight and uses it for some heads or tokens, so its gradient is the sum, not the mean, of what the ranks find, "
+         "and a plain tensor makes none by itself", got.get("parts")),
         (lambda: f"Forward is right, and the gradient of `{got['wrong'][0]}` is not that of one process", got.get("wrong")),
     )  # fmt: skip
 
