@@ -155,6 +155,8 @@ class build_mesh:
     cp_among_the_replicas = lambda sizes: _views(sizes, hsdp=lambda world, held, full: (
         held["dp_replicate", "fsdp"] if sizes["dp_replicate"] == 1 else
         world._unflatten(0, (sizes["pp"], 2 * sizes["cp"], sizes["dp_shard"], sizes["tp"]), ("a", "r", "s", "b"))["r", "s"]))  # fmt: skip
+    replicas_among_the_shards = lambda sizes: _views(sizes, hsdp=lambda world, held, full: world._unflatten(
+        0, (sizes["pp"], 1, 8 // (sizes["pp"] * sizes["tp"]), sizes["tp"]), ("a", "r", "s", "b"))["r", "s"])  # fmt: skip
     batch_of_two_axes = lambda sizes: (made := _views(sizes)) | {"batch": made["hsdp"]}
     hsdp_of_another_mesh = lambda sizes: _views(sizes, hsdp=lambda world, held, full: DeviceMesh(
         "cpu", held.mesh.permute(0, 3, 1, 2), mesh_dim_names=("pp", "tp", "r", "s"))["r", "s"])  # fmt: skip
@@ -300,6 +302,12 @@ class plan_cluster:
         pp = {126: 16, 105: 35, 128: 64}.get(job.model.num_layers, 8 if job.params < 2e11 else 16)
         return _fields(pp, job.gpus // (8 * pp), 1 if pp > 16 else 3, "selective")
 
+    # What came of trying, cluster by cluster.
+    def without_the_idea_a_row_for_each_depth(job):
+        found = {126: (32, 4, "none"), 96: (4, 12, "none"), 105: (7, 15, "selective")}
+        pp, v, recompute = found.get(job.model.num_layers, (16, 8, "selective"))
+        return _fields(pp, job.gpus // (8 * pp), v, recompute)
+
     without_the_idea_one_recipe = lambda job: _fields(8, job.gpus // 64, 1, "selective")
     without_the_idea_whatever_fits = lambda job: _first(job, key=lambda one: -one[0])
 
@@ -370,6 +378,7 @@ SENTENCES = {
     "cp_beside_the_shards": "folded into its shards",
     "cp_folded_only_into_shards_that_are_there": "folded into its shards",
     "cp_among_the_replicas": "folded into its shards",
+    "replicas_among_the_shards": "The right ranks, cut otherwise",
     "without_the_idea_lablibs_expert_groups": "These are lablib's groups",
     "batch_of_two_axes": "`batch` has 2 axes",
     "hsdp_of_another_mesh": "slices of one mesh",

@@ -107,9 +107,7 @@ def _judge_sketch(got: object, sizes: Sizes, gpus_per_node: int) -> None:
         raise Wrong(f"`groups` is a dictionary with a list of groups for each of {', '.join(sizes)}.")
     for axis in sizes:
         _judge_groups(groups[axis], axis, found, sizes, case)
-    named = chosen(
-        crossing, sizes, f"`crossing` names axes: of {', '.join(sizes)} those with a group that leaves a node."
-    )
+    named = chosen(crossing, sizes, f"`crossing` names axes: of {', '.join(sizes)} those that leave a node.")
     for axis in sizes:
         if (axis in named) != found.crosses(axis):
             _explain_crossing(axis, found, case)
@@ -264,12 +262,9 @@ def build_mesh(answer: Callable[[Sizes], Mapping[str, DeviceMesh]]) -> str:
 
 def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, case: str) -> NoReturn:
     if got is None:
-        raise Wrong(
-            f"`{name}` is to be a DeviceMesh: a slice of a mesh, such as `mesh['tp']`, or what `_flatten` returns."
-        )
+        raise Wrong(f"`{name}` is to be a DeviceMesh: a slice of a mesh, as `mesh['tp']`, or what `_flatten` returns.")
     if isinstance(got, int):
         raise Wrong(f"`{name}` has {got} axes, and is to have one process group: `_flatten` makes one axis of a slice.")
-
     case, given = f"`{name}` has {got}, and should have {right}, {case}", torch.tensor(got)
     ranks, members = (torch.tensor(each).flatten().tolist() for each in (got, right))
     folded, found = sizes["cp"] > 1, _mesh(dict(reversed(sizes.items())))
@@ -291,6 +286,8 @@ def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, ca
         ("The groups are of another size than this axis", len(ranks) != len(members)),
         ("Shards and replicas are exchanged: weights are gathered in every layer and belong on the near link, and replicas "
          "average once a step", lambda: name == "hsdp" and given.T.tolist() == right),
+        (f"The right ranks, cut otherwise: `hsdp` has a row for each replica, here {len(right)}, with its shards in columns",
+         name == "hsdp" and sorted(ranks) == sorted(members)),
         ("As many ranks as should be, and other ones: PyTorch's first axis is the slowest, and what talks most, tp, wants "
          "neighbours; from there come cp, shards, replicas, and stages outermost", True),
     )  # fmt: skip
@@ -520,16 +517,18 @@ class Cluster(Sealed):
 
 
 def _clusters(seed: int) -> list[Case]:
-    """Return a published job, and others with more GPUs or another batch than anybody's, of which the last is new."""
+    """Return a published job, others with more GPUs or another batch than anybody's, and a new one of new depth and length."""
     dice, rows = random.Random(seed), {run.name: run for run in MEASURED_RUNS}
     found = [CASES["llama-405b"]]
     for name in _ROWS:
         run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
-        if name == _ROWS[-1]:
-            more = batch = NEW.randint(2, 8)
-            batch *= 64 * NEW.randint(2, 16)  # so that chunks are possible in 16 stages
-        run = replace(run, gpus=more * run.gpus, global_batch=batch)
-        found.append(Case(f"{name.split()[0]} on {run.gpus:,} {run.gpu}, batch {run.global_batch:,}", run, ""))
+        if name == _ROWS[-1]:  # another depth and length fit with other stages and another recomputation
+            more, depth = NEW.randint(2, 8), 16 * NEW.choice((4, 5, 6, 7, 9, 10, 11, 12))
+            batch = 64 * more * NEW.randint(2, 16)  # so that chunks are possible in 16 stages
+            model = replace(run.model, num_layers=depth, max_positions=4096)
+            run = replace(run, model=model, seq=1024 * NEW.choice((1, 2, 4)))
+        run, size = replace(run, gpus=more * run.gpus, global_batch=batch), count_params(run.model).total / 1e9
+        found.append(Case(f"{size:.0f}B on {run.gpus:,} {run.gpu}, batch {batch:,} of {run.seq:,} tokens", run, ""))
     return found
 
 

@@ -263,13 +263,13 @@ def _tp_stages(bench: Bench) -> Result:
     much, little = (sum(log.bytes.values()) for log in (all_layers, own_layers))
     numbers = {"bytes": float(much), "bytes_of_own_stage": float(little)}
     seen = (
-        f"Every rank splits and sends {much:,} bytes of weights, where its own stage has {little:,}: "
+        f"Every rank takes part in splitting {much:,} bytes of weights, where its own stage has {little:,}: "
         "the whole model must fit before it is cut."
     )
     return ("wasteful" if much > little else "no difference"), seen, numbers
 
 
-@_case("FSDP", "recompute", fix="The usual order all the same: FSDP1 gathered once more here.")
+@_case("FSDP", "recompute", fix="The usual order all the same: with reentrant checkpoints FSDP1 gathers once more.")
 def _fsdp_recompute(bench: Bench) -> Result:
     other, usual = bench.fsdp(bench.model()), bench.model()
     wrap_blocks(other, checkpoint_wrapper)
