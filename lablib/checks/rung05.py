@@ -49,12 +49,17 @@ def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...], lr: float,
     size, memory = n * sum(widths), torch.empty(n * max(widths), dtype=torch.float64)
     weights = _buckets(torch.arange(size, dtype=torch.float64) / size, n, widths)
     momenta = [torch.zeros(width, dtype=torch.float64) for width in widths]
-    sent, all_reduced, steps, kept, over = [], False, [], [], False
+    sent, all_reduced, steps, kept, over, beside = [], False, [], [], False, [0]
     given = {bucket.data_ptr(): bucket for bucket in weights}  # with the buckets, or their memory is used again
     kinds = _kinds(weights, momenta)
 
     def anew() -> int:  # a bucket that takes the place of another is no gradient
         return sum(w.nbytes for w in weights if w.data_ptr() not in given)
+
+    class Live(LiveBytes):  # until it has taken that place it counts
+        def _add(self, *args: Any, **how: Any) -> None:
+            super()._add(*args, **how)
+            beside.append(self.live - anew())
 
     for step in range(_STEPS):
         gradients = _buckets(_gradients(n, size, seed)[step, rank], n, widths)
@@ -69,11 +74,11 @@ def _zero2_rank(answer: Callable[..., None], widths: tuple[int, ...], lr: float,
                 memory.fill_(math.nan)  # it is the next bucket's
                 moments.append((live.live - anew(), log.ring_bytes_sent()))
 
-        with record_comms() as log, LiveBytes() as live:
+        with record_comms() as log, Live() as live:
             answer(weights, backward, momenta, lr)
         if _kinds(weights, momenta) != kinds:
             raise Wrong("`weights` and `momenta` are lists of float64 tensors, whose number and lengths stay.")
-        over |= live.peak - anew() > 8 * (3 * sum(widths) + 2 * n * max(widths))  # less than all weights on four ranks
+        over |= max(beside) > 8 * (3 * sum(widths) + 2 * n * max(widths))  # less than all weights on four ranks
         for i, (now, left) in enumerate(moments):  # of i buckets all but two have left by then
             # Beside gradients a rank may have a copy of its pieces of the weights.
             over |= now > 8 * (sum(widths) + sum(widths[len(widths) - i :]) + 2 * n * max(widths))
@@ -132,8 +137,7 @@ def zero2_step(answer: Callable[..., None]) -> str:
 
 def _judge_step(results: list[dict[str, Any]], gradients: torch.Tensor, lr: float) -> None:
     (right, moments), (_, ranks, size) = _one_process(gradients.mean(1), lr), gradients.shape
-    first = [result["weights"][0] for result in results]
-    start = torch.arange(size, dtype=torch.float64) / size
+    first, start = [result["weights"][0] for result in results], torch.arange(size, dtype=torch.float64) / size
     own = torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(first)])
     apart, unmoved = not all(torch.equal(each, first[0]) for each in first), torch.equal(first[0], start)
     refuse(
@@ -204,8 +208,8 @@ def _explain_step(got: Tensor, start: Tensor, right: Tensor, gradients: Tensor, 
          all(any(_alike(got.chunk(ranks)[rank], other) for other in others) for rank in wrong)),
         ("The weights are right to single precision only: they are in float64, and so is all that is computed and sent",
          torch.allclose(got, right, rtol=1e-6, atol=1e-5)),
-        (f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.3f}, and goes to "
-         f"{got[at]:.3f}. What is wrong here the check does not know", True),
+        (f"After one step on {ranks} ranks weight {at} should go from {start[at]:.3f} to {right[at]:.6g}, and goes to "
+         f"{got[at]:.6g}. What is wrong here the check does not know", True),
     )  # fmt: skip
 
 
@@ -388,7 +392,7 @@ def _explain_gradients(model: _Model, got: list[list[float]], truth: list[list[f
 
 _TRAIN_RANKS, _LAYERS, _MICRO_BATCHES, _TRAIN_STEPS = 3, 6, 4, 2
 #: From where to where a budget for states is drawn, in bytes of the weights, and the stage that then fits and sends least.
-_BUDGETS = ((3.1, 3.4, 1), (2.72, 2.9, 2), (1.7, 1.9, 3))
+_BUDGETS = ((3.35, 3.6, 1), (2.72, 2.9, 2), (2.1, 2.3, 3))
 
 
 class _Block(nn.Module):
@@ -453,8 +457,7 @@ def _trained(answer: Callable[..., Any], budget: float) -> dict[str, Any]:
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     held["weights"] += sharded * max(0, held["weights"] - size // n) // (n - 1)  # pieces beside the whole
     found = {"held": {kind: bytes_ / size for kind, bytes_ in held.items()}, "moved": moved, "runs": len(starts)}
-    found["sent"] = sum(e.sent for e in events) / (size * (n - 1) / n) / _TRAIN_STEPS
-    found["sharded"] = sharded
+    found |= {"sharded": sharded, "sent": sum(e.sent for e in events) / (size * (n - 1) / n) / _TRAIN_STEPS}
     found["weights"] = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
                         for p in model.parameters()]  # fmt: skip
     return found | {"alone": _trained_alone(alone, batches), "start": [p.detach().clone() for p in alone.parameters()]}
@@ -584,7 +587,7 @@ class Job(Sealed):
     @staticmethod
     def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of this job, for any parameters."""
-        return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
     def batch(self, step: int) -> Tensor:
         """Return all samples of a step; rank r takes the r-th of `ranks` chunks."""
@@ -680,11 +683,8 @@ def jobs(seed: int) -> list[Job]:
 def find_bad_shard(answer: Callable[[Job], Any]) -> str:
     """Judge `find_bad_shard(job)`, which runs on each of a job's ranks: (rank, parameter, part of the step) or None."""
     some = jobs(NEW.randrange(10**6))
-    every = sorted(
-        zip(some, ask_ranks(answer, Job.ranks, some), strict=True),
-        key=lambda pair: [None, *_ILLS].index(pair[0]._ill[0]),
-    )
-    for job, said in every:  # the healthy one first
+    every = zip(some, ask_ranks(answer, Job.ranks, some), strict=True)
+    for job, said in sorted(every, key=lambda pair: [None, *_ILLS].index(pair[0]._ill[0])):  # the healthy one first
         _judge_found(job, [None if _nothing(each) else each for each in said])
     return ("Six sick jobs and a healthy one: a gradient's piece shifted by one, one that was never reduced, a clip by the norm of "
             "a rank's own pieces, a momentum lost, a piece that others did not get, one that they got shifted. Such errors come "
@@ -703,7 +703,7 @@ def _judge_found(job: Job, said: Sequence[Any]) -> None:
         return
     part = _PARTS[_ILLS[ill]]
     sign = "the ranks do not hold the same weights" if part == "all-gather" else (
-        "all ranks hold the same weights, and not those of one process that clips as they do: compare the gradients")  # fmt: skip
+        "all ranks hold the same weights, and not those of one process that clips as they do: compare gradients and own pieces")  # fmt: skip
     refuse(
         "",
         (f"A sick job passes for healthy: from step {step} on {sign}", got is None),
