@@ -28,6 +28,7 @@ from lablib.calc.schedules import (
     ScheduleError,
     Timeline,
     one_f_one_b,
+    parse_action,
     parse_schedule,
     peak_activations,
     schedule,
@@ -76,9 +77,9 @@ def _text(action: object) -> str:
 
 
 def _refuse_lablibs(answer: Callable, *names: str) -> None:
-    ready = {f"lablib.calc.schedules.generators.{name}" for name in ("schedule", *names)}
+    ready = rf"lablib\.(cli\.schedule\.schedule_text|calc\.schedules\.generators\.(schedule|{'|'.join(names)}))"
     refuse("", ("This order is lablib's, ready-made: write it action by action, or let a program of yours search",
-                ready & set(getattr(answer, "called", ()))))  # fmt: skip
+                any(re.fullmatch(ready, name) for name in getattr(answer, "called", ()))))  # fmt: skip
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def _valid(answer: object, p: int, m: int) -> Schedule:
 )
 def one_f_one_b_schedule(answer: Callable[[int, int], object]) -> str:
     """Judge `one_f_one_b_schedule(p, m)`: a valid schedule, no slower than 1F1B and no fuller."""
-    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (NEW.randint(5, 9), NEW.randint(14, 30))]
+    cases = [(2, 3), (3, 5), (1, 3), (4, 4), (4, 8), (4, 2), (6, 13), (NEW.randint(5, 9), NEW.randint(90, 200))]
     for p, m in cases:
         _judge_1f1b(answer(p, m), p, m)
     _refuse_lablibs(answer, "one_f_one_b", "interleaved", "zb_h1")
@@ -188,7 +189,7 @@ def _judge_1f1b(answer: object, p: int, m: int) -> None:
 def beat_1f1b(answer: Callable[[int, int], object]) -> str:
     """Judge `beat_1f1b(p, m)`: shorter than 1F1B where F, I and W take 1 each, and at most p held on any rank."""
     score = ""
-    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (NEW.randint(3, 7), NEW.randint(11, 20))):
+    for p, m in ((2, 4), (4, 2), (3, 6), (4, 8), (5, 10), (NEW.randint(3, 7), NEW.randint(50, 90))):
         mine, rival = _within_memory(answer(p, m), p, m), simulate(one_f_one_b(p, m), **UNIT)
         whole = any(event.action.kind == "B" for event in mine.events)
         told = "let the rank before you have its gradient first, and do your weights after it" if whole else (
@@ -581,14 +582,12 @@ def _judge_found(said: set[str], truth: str, slips: str, p: int) -> None:
         (f"Return an action, such as '2F5', or None; {strange[:40]!r} is neither", strange),
         (f"Two ranks name two actions, {' and '.join(sorted(said)[:2])}: what goes wrong on one is handed to its neighbours, so "
          "the ranks have to compare what they saw", len(said) > 1),
-        ("You name an action of a healthy pipeline, in which only the last digits differ: fp32 sums in another order", not slips),
+        ("You name an action of a healthy pipeline: what its actions read and add is one process's, but for rounding", not slips),
         (f"You find nothing where {truth} goes wrong. A loss says nothing of the backwards of its step, and what a stage reads "
          "nothing of what it adds to its weights: look at all three", not said),
     )  # fmt: skip
     (mine,) = said
-    stage, kind, k = re.split("([FB])", mine)
-    stage, k = int(stage), int(k)
-    right = Action(truth[1], int(truth[0]), int(truth[2:]))
+    (kind, stage, k), right = parse_action(mine), parse_action(truth)
     refuse(
         "",
         (f"Micro-batch {k} is not the one that goes wrong; {right.microbatch} is", k != right.microbatch),
@@ -597,6 +596,8 @@ def _judge_found(said: set[str], truth: str, slips: str, p: int) -> None:
         (f"{mine} did what it should: the value that its neighbour read is not the one that it computed, so the neighbour's "
          "action is the first wrong one", (slips, kind, stage - right.stage) == ("reads", right.kind, -1 if kind == "F" else 1)),
         (f"{mine} is not it: every action reads what it should, and one adds nothing to its stage's weights", slips == "adds"),
+        (f"{mine} did what it should: a wrong value is handed on, forward down the pipeline and backward up, and not to it",
+         right.kind == "B" or stage < right.stage if kind == "F" else right.kind == "B" and stage > right.stage),
         (f"{mine} is not the first wrong action: a wrong value is handed on, forward down the pipeline and backward up", True),
     )  # fmt: skip
 

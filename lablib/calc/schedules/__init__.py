@@ -11,7 +11,7 @@
 | 1f1b | `one_f_one_b` | the same bubble with the memory of at most p |
 | interleaved | `interleaved` | about v times the messages for 1/v of the bubble |
 | zb-h1 | `zb_h1` | a later weight half for a smaller bubble |
-| zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span |
+| zb-h2 | `zb_h2` | twice the memory for no idle time within a stage's span, at equal times |
 | zb-v | `zb_v` | two stages a rank for the same with the memory of 1F1B |
 | dualpipe-v | `dualpipe_v` | overlaps forwards and backwards to hide communication |
 

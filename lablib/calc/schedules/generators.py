@@ -16,8 +16,8 @@ micro-batches:
     1F1B     rank 0: F0 F1 B0 F2 B1 B2              rank 1: F0 B0 F1 B1 F2 B2
     ZB-H1    rank 0: F0 F1 I0 W0 F2 I1 W1 I2 W2     rank 1: F0 I0 F1 I1 W0 F2 I2 W1 W2
 
-ZB-H1 starts as many forwards as 1F1B. ZB-H2 starts twice as many, so that no stage idles between its first action and
-its last, and holds `2p - 1` micro-batches instead of p.
+ZB-H1 starts as many forwards as 1F1B. ZB-H2 starts twice as many and holds `2p - 1` micro-batches instead of p, so that
+no stage idles between its first action and its last if F, I and W take equally long.
 
 On a V every rank holds one stage on the way down and one on the way up, so a micro-batch comes back to the rank that
 started it, and the loss is on rank 0. Two ranks, four stages:
@@ -78,7 +78,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Return interleaved 1F1B: every rank holds v stages, p apart, and works through them p micro-batches at a time.
 
-    Idle over ideal time `(p - 1)/(v m)`; rank 0 holds `p (1 + (p - 1)/(p v))` stages' worth of activations
+    Idle over ideal time `(p - 1)/(v m)`; rank 0 holds at most `p (1 + (p - 1)/(p v))` stages' worth
     (Narayanan et al. 2021, section 2.2.2; Korthikanti et al. 2022, section 4.2.3). With v = 1 it is 1F1B.
     """
     check_size(p=p, m=m, v=v)
@@ -153,10 +153,9 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_h2(p: int, m: int) -> Schedule:
     """Return ZB-H2: rank i runs `2 (p - 1 - i)` forwards first and its weight halves 2i micro-batches late.
 
-    Idle within the first stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative; at most `2p - 1`
-    micro-batches held (Table 2 of the paper).
-    Over the full step ranks still idle: they start, and end, one after another. The next step may fill that time
-    only where no optimizer step makes the ranks wait for each other (section 4 of the paper).
+    Idle within the first stage's span `(p - 1)(t_F + t_I - 2 t_W)`, or none where that is negative, if W is the shortest;
+    at most `2p - 1` micro-batches held (Table 2 of the paper). Over the full step ranks still start, and end, one after
+    another. The next step may fill that time only where no optimizer step makes the ranks wait for each other (section 4).
     """
     return _split(p, m, 2, "zb-h2")
 
@@ -263,7 +262,7 @@ def _zb_v_rank(rank: int, p: int, m: int) -> list[Step]:
 def dualpipe_v(p: int, m: int) -> Schedule:
     """Return DualPipe-V: in the steady state every forward overlaps with a backward of the rank's other stage.
 
-    Idle time `(p - 1)(t_F&B + t_B - 3 t_W)`, of chunk times; the steps are numbered as in DeepSeek's code.
+    Idle time `(p - 1)(t_F&B + t_B - 3 t_W)` of chunk times, if F, I and W are equal; steps are numbered as in DeepSeek's code.
     """
     check_size(3, stages=2, p=p, m=m)
     if m < 2 * p:
