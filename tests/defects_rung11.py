@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import fully_shard
 
-from lablib.calc.runs import scaling_loss
+from lablib.calc.runs import scaling, scaling_loss
 from lablib.checks import rung11
+from lablib.launch.fsdp import latest_checkpoint
 from lablib.launch.ranks import rank_mesh
 from tests.planted import asked, listed, told
 
@@ -53,6 +54,7 @@ def _kept(
     share=lambda batch, rank, ranks: batch[rank::ranks],
     before=lambda folder: None,
     late=True,
+    strict=False,
 ):
     """A right program, but for what is asked otherwise.
 
@@ -64,6 +66,7 @@ def _kept(
         place: First sample of a step in the order, from the step that the start went on from.
         before: What happens before a save.
         late: Save after the update of the step.
+        strict: Load a random state of its own on every rank, saved or not.
     """
     (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
     name = random(rank)
@@ -84,7 +87,7 @@ def _kept(
         path, loaded = max(saves, key=lambda path: int(path.name)), state(0)
         whole = (path / ".metadata").exists()
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata if whole else ()
-        loaded = {key: value for key, value in loaded.items() if key != name or name in stored}
+        loaded = {key: value for key, value in loaded.items() if strict or key != name or name in stored}
         dcp.load(loaded, checkpoint_id=path)
         sharded.set_model_state_dict(model, loaded["model"])
         if moments:
@@ -245,6 +248,8 @@ class keep_training:
     )
     rank_0_writes_it_all = _gathered
     takes_all_steps_again = _again
+    lets_lablib_look = _with(before=lambda folder: latest_checkpoint(folder))
+    a_third_rank_has_no_random_state = lambda task, folder: _kept(task, folder, strict=True)
     never_shards = lambda task, folder: task.log(1, task.loss(task.model(), task.order(0)[:6]))
     drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
     logs_what_it_never_computed = lambda task, folder: task.log(1, 0.5)
@@ -429,6 +434,8 @@ class diagnose:
     never_looks_at_the_rate = _as(looks=("read", "forward", "backward", "clip", "update"))
     _fixed = frozenset(rung11.TrainingRun(number).seed for number in rung11._runs(1996))
     knows_the_fixed_runs = lambda run: _diagnosed(run) if run.seed in diagnose._fixed else None
+    the_first_rank_alone = _as(ranks_of=lambda where: where[:1])
+    counts_steps_from_0 = told(_diagnosed, lambda found: found and (found[0] - 1, *found[1:]))
     accuses_the_first_part = told(_diagnosed, lambda found: found and (1, "read", [0]))
     keeps_it_to_itself = _as(exchange=False, ranks_of=lambda where: [dist.get_rank()])
 
@@ -567,6 +574,7 @@ class observe_scaling:
         _observed,
         lambda found, alone, ranks, scaling: found | {"lost": scaling_loss([[alone]], [ranks], scaling=scaling).parts},
     )
+    lablib_splits_it = told(_observed, lambda found, ranks: found | {"split": scaling.split_step(ranks) and None})
     lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
     def right_in_tensors(alone, ranks, scaling):
@@ -696,16 +704,17 @@ SENTENCES = {
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
     "one_seed_for_each_step": "dropout takes away what it took", "logs_what_it_never_computed": "computes the loss of 0",
-    "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": "without `.metadata`",
+    "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": ".metadata",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
     "never_shards": "not sharded", "drops_nothing_out": "those without it", "rank_0_logs": "by one rank and not by another",
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "of 'clip' in step 1",
-    "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
+    "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "lablib_splits_it": "lablib's own", "lets_lablib_look": "lablib's own",
+    "a_third_rank_has_no_random_state": "Missing key", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
     "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
     "without_the_idea_only_the_losses": "a part before that", "everything_is_well": "You find nothing",
-    "to_the_last_bit": "healthy run is accused", "accuses_the_first_part": "leaves what it should", "always_all_ranks": "not off on ranks [0, 1]",
+    "to_the_last_bit": "healthy run is accused", "accuses_the_first_part": "leaves what it should", "always_all_ranks": "ranks [0, 1] are not those", "the_first_rank_alone": "ranks [0] are not those", "counts_steps_from_0": "count from 1",
     "keeps_it_to_itself": "Ranks say different things",
     "the_pairs_that_a_mask_leaves": "which counts all pairs", "names_a_gain": "limits nothing",
     "of_the_middle_rank": "four parts add up", "the_newest_by_its_name": "goes on with step", "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",

@@ -153,12 +153,12 @@ class Task:
 
 
 def _started(
-    answer: Callable, task: Task, folder: str, killed_after: int = 0, broken: bool = False, losses: dict | None = None
+    answer: Callable, task: Task, folder: str, killed_after: int = 0, told: str = "", losses: dict | None = None
 ) -> dict[int, float]:
     """Start the learner's program as a new process would, and return the losses that it logs until its end.
 
     Args:
-        broken: Whether a checkpoint that cannot be written, or was not, may end it.
+        told: What happened before it was started.
         losses: Gets the losses of this rank's samples, by step.
     """
     task = copy.copy(task)
@@ -169,12 +169,13 @@ def _started(
     except Killed:
         pass
     except CheckpointException as error:
-        if not broken:
-            raise Wrong(f"A checkpoint stopped it. {readable(error)}") from None
+        refuse(told, (f"A checkpoint stopped it. {readable(error)}".partition("; rank ")[0].rstrip("."), True))
     losses = torch.tensor([task.losses.get(step, -1.0) for step in range(1, task.steps + 1)], dtype=torch.float64)
     dist.all_reduce(alone := (losses == -1).long())
     refuse("", ("A step is logged by one rank and not by another: each logs the loss of its own samples",
-                ((alone > 0) & (alone < dist.get_world_size())).any()))  # fmt: skip
+                ((alone > 0) & (alone < dist.get_world_size())).any()),
+               ("This hands the checkpoint to lablib's own functions: write and read it with torch.distributed.checkpoint",
+                any(name.startswith("lablib.launch.fsdp.checkpoint.") for name in getattr(answer, "called", ()))))  # fmt: skip
     dist.all_reduce(losses)
     return {step: loss.item() / dist.get_world_size() for step, loss in enumerate(losses, 1) if step in task.losses}
 
@@ -210,14 +211,14 @@ def _before_the_accidents(answer: Callable, noisy: Task, plain: Task, kill: int,
     FileSystemWriter.write_data = full
     try:
         with suppress(Exception):  # what an answer makes of the one that PyTorch raises
-            _started(answer, plain, f"{top}/full", until + 1, broken=True, losses=logged)
+            _started(answer, plain, f"{top}/full", until + 1, losses=logged)
     finally:
         FileSystemWriter.write_data = write
     return found
 
 
-def _go_on(answer: Callable, top: str, broken: bool, **tasks: Task) -> list[dict[int, float]]:
-    return [_started(answer, task, _fresh(top, f"{top}/{name}"), broken=broken) for name, task in tasks.items()]
+def _go_on(answer: Callable, top: str, told: str, **tasks: Task) -> list[dict[int, float]]:
+    return [_started(answer, task, _fresh(top, f"{top}/{name}"), told=told) for name, task in tasks.items()]
 
 
 def _alone(task: Task) -> tuple[dict[int, float], list[nn.Module]]:
@@ -262,7 +263,7 @@ def keep_training(answer: Callable[[Task, str], Any]) -> str:
         told = f"killed after step {kill} with a checkpoint of step {last}"
         # New processes: what one kept in its memory is gone.
         more = functools.partial(_go_on, plain=plain, noisy=noisy)
-        again, masked = on_ranks(more, 2, answer, first["top"], False, patience=_PATIENCE)[0]
+        again, masked = on_ranks(more, 2, answer, first["top"], told, patience=_PATIENCE)[0]
         _judge_again(again, right, models, plain, last, told)
         off = _off(masked, first["calm"])
         refuse(told, ("With dropout the losses are others after the restart, and without it they are not: the masks are drawn "
@@ -270,8 +271,7 @@ def keep_training(answer: Callable[[Task, str], Any]) -> str:
         refuse("", ("Write checkpoints with torch.distributed.checkpoint, from all ranks: past "
                     f"{bad} saves of this program rank 0 wrote {first['saved']} there", first["saved"] < bad))  # fmt: skip
         told = f"rank 1 of 2 could not write the save of step {bad * every}, and three went on"
-        more = functools.partial(_go_on, full=plain)
-        (cut,) = on_ranks(more, 3, answer, first["top"], True, patience=_PATIENCE)[0]
+        (cut,) = on_ranks(functools.partial(_go_on, full=plain), 3, answer, first["top"], told, patience=_PATIENCE)[0]
         _judge_again(cut, right, models, plain, (bad - 1) * every, told)
     return (
         f"Killed after step {kill} of {noisy.steps} it went on with the losses of the run that nobody disturbed, and after a "
@@ -308,8 +308,7 @@ def _judge_again(
     other = [task.loss(models[last], samples).item() for samples in begins] if off == start == last + 1 else []
     refuse(
         told,
-        ("Started again, the program took no step" + cut * (", and after a kill it did: a save that is cut short leaves files "
-         "without `.metadata`, and must not touch the one before"), not losses),
+        ("Started again, the program took no step" + cut * ", and after a kill it did", not losses),
         ("Started again, the program begins with step 1, and after a kill it did not: a checkpoint stays until the next one is "
          "complete, and any number of ranks loads it", cut and start == 1),
         (f"Started again, the program goes on with step {start}, from a save that not every rank could write",
@@ -492,9 +491,10 @@ def _judge_diagnosis(said: tuple[int, str, list[int]] | None, truth: tuple[int, 
             "",
             (f"You name {said[1]!r} of step {said[0]}, and a part before that leaves something else than one process does: "
              "go back to the first", place(said) > place(truth)),
+            (f"You name {said[1]!r} of step {said[0]}, and steps count from 1", said[0] < 1),
             (f"You name {said[1]!r} of step {said[0]}, which leaves what it should, on every rank", place(said) < place(truth)),
-            (f"Step and part are right, {said[1]!r} of step {said[0]}, and it is not off on ranks {said[2]}: each rank compares "
-             "its own samples, loss and shards", said[2] != truth[2]),
+            (f"Step and part are right, {said[1]!r} of step {said[0]}, and ranks {said[2]} are not those on which it is off: each "
+             "rank compares its own samples, loss and shards", said[2] != truth[2]),
         )  # fmt: skip
 
 
@@ -648,8 +648,8 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         cases.append((alone, ranks, scaling))
     for alone, ranks, scaling in cases:
         _judge_scaling(answer(dict(alone), [dict(rank) for rank in ranks], scaling), alone, ranks, scaling)
-    if f"{scaling_loss.__module__}.{scaling_loss.__name__}" in getattr(answer, "called", ()):
-        raise Wrong("This hands the timelines to lablib's own `scaling_loss`: split a step by yourself, part by part.")
+    if any(name.startswith(f"{scaling_loss.__module__}.") for name in getattr(answer, "called", ())):
+        raise Wrong("This hands the timelines to lablib's own functions: split a step by yourself, part by part.")
     report = gpu_report()
     alone, ranks, where = _reported(report) if report else (*_run_now(), "2 CPU ranks a moment ago")
     found = answer(dict(alone), [dict(rank) for rank in ranks], "strong")
