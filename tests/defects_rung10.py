@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lablib.calc.communication import algorithm_rounds
 from lablib.checks import rung10
 from lablib.launch.measure import record_comms
 from lablib.toys import collectives
@@ -242,8 +243,10 @@ class fast_all_reduce:
     always_halving = lambda row, *rest: fast_all_reduce.right_2(row, *rest[:3], rest[3] * (rest[1] == 2), rest[4])
     mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
     rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
-    seven_times_a_message = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 7 * r[3] * r[4])
+    one_size_for_4_and_8 = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 8.4 * r[3] * r[4])
+    rounds_of_lablib = lambda row, *r: (algorithm_rounds("ring_all_reduce", len(row), r[1]), _fast(row, *r))
     one_round_too_many = lambda row, r, n, swap, *_: _double(row, r, n, swap, rounds=n.bit_length())
+    one_round_too_few = lambda row, r, n, swap, *_: _double(row, r, n, swap, rounds=n.bit_length() - 2)
     half_a_ring = lambda *case: _ring(*case[:4], halves=(True, False))
     halved = lambda row, *rest: (_fast(row, *rest), row.div_(2))
     where_one_message_costs_twice = lambda row, *rest: _fast(row, *rest, ring=8 * len(row) > rest[3] * rest[4])
@@ -257,9 +260,6 @@ class fast_all_reduce:
     def own_numbers_and_empty_messages(row, rank, ranks, exchange, *_):
         _double(row[:0].clone(), rank, ranks, exchange)
         row.mul_(sum(16**r for r in range(ranks)) / 16.0**rank)
-
-    def one_round_too_few(row, rank, ranks, exchange, latency, bandwidth):
-        _double(row, rank, ranks, exchange, rounds=ranks.bit_length() - 2)
 
     def each_to_all_others(row, rank, ranks, exchange, latency, bandwidth):
         """Whole arrays in n - 1 rounds: neither few messages nor few bytes."""
@@ -319,16 +319,24 @@ def _held(tensor):
     return done
 
 
-def _in_two_levels(flat, inside, across, *, parts=None, cross=True, hand_round=True):
-    parts = parts or dist.get_world_size(inside)
-    padded = torch.cat([flat, flat.new_zeros(-len(flat) % parts)])
-    chunk = padded.new_empty(len(padded) // parts)
+def _in_two_levels(flat, inside, across, *, cross=dist.all_reduce, hand_round=dist.all_gather_into_tensor):
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % inside.size())])
+    chunk = padded.new_empty(len(padded) // inside.size())
     dist.reduce_scatter_tensor(chunk, padded, group=inside)
-    if cross:
-        dist.all_reduce(chunk, group=across)
-    if hand_round:
-        dist.all_gather_into_tensor(padded, chunk, group=inside)
+    cross(chunk, group=across)
+    hand_round(padded, chunk, group=inside)
     return padded[: len(flat)]
+
+
+def _gather(chunk, group):
+    every = chunk.new_empty(group.size(), len(chunk))
+    dist.all_gather_into_tensor(every.view(-1), chunk, group=group)
+    chunk.copy_(every.sum(0))
+
+
+def _among_zeros(padded, chunk, group):
+    padded.zero_().view(group.size(), -1)[dist.get_rank(group)] = chunk
+    dist.all_reduce(padded, group=group)
 
 
 def _hooks(work):
@@ -371,19 +379,13 @@ def _drops_what_is_left_over(flat, inside, across, ranks):
 class make_hook:
     without_the_idea_one_flat_all_reduce = _hooks(lambda flat, inside, across, ranks: _sum(flat) / ranks)
     without_the_idea_one_rank_speaks_for_its_host = _hooks(_by_leaders)
-    without_the_idea_all_of_it_crosses = _hooks(
-        lambda flat, inside, across, ranks: _sum(_sum(flat, inside), across) / ranks
-    )
+    without_the_idea_all_of_it_crosses = _hooks(lambda flat, *its: _sum(_sum(flat, its[0]), its[1]) / its[2])
     groups_exchanged = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, across, inside) / ranks)
     the_whole_sum_before_it_is_cut = _hooks(_own_chunk_of_a_whole_sum)
     sums = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across))
-    divides_by_the_host = _hooks(
-        lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across) / dist.get_world_size(inside)
-    )
+    divides_by_the_host = _hooks(lambda flat, *its: _in_two_levels(flat, *its[:2]) / its[0].size())
     divides_by_the_hosts = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / groups[1].size())
-    nothing_crosses = _hooks(
-        lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across, cross=False) / ranks
-    )
+    nothing_crosses = _hooks(lambda flat, *its: _in_two_levels(flat, *its[:2], cross=lambda *_, **__: 0) / its[2])
     only_across = _hooks(lambda flat, inside, across, ranks: _sum(flat, across) / ranks)
     drops_what_is_left_over = _hooks(_drops_what_is_left_over)
     in_float32 = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat.float(), inside, across) / ranks)
@@ -393,7 +395,12 @@ class make_hook:
     not_a_number = _hooks(lambda flat, *_: flat * float("nan"))
     not_divided_not_summed = _hooks(lambda x, *g: x if len(x) % g[0].size() else _in_two_levels(x, *g[:2]) / g[2])
     future_of_the_work = lambda _: lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    the_list_itself = lambda n: lambda *its: make_hook.future_of_the_work(n)(*its).then(lambda done: done.value())
+    the_list_itself = lambda n: lambda _, bucket: make_hook.future_of_the_work(n)(_, bucket).then(lambda f: f.value())
+    other_names = lambda _: lambda *its: its
+    bucket_alone = lambda _: lambda bucket: bucket
+    gathered_across = _hooks(lambda flat, *its: _in_two_levels(flat, *its[:2], cross=_gather) / its[2])
+    summed_among_zeros = _hooks(lambda flat, *its: _in_two_levels(flat, *its[:2], hand_round=_among_zeros) / its[2])
+    view_behind_padding = _hooks(lambda x, *its: torch.cat([x[:1], _in_two_levels(x, *its[:2]) / its[2]])[1:])
     three_elements = _hooks(lambda flat, *_: flat[:3])
 
     def hosts_of_two(per_host):
@@ -616,11 +623,12 @@ SENTENCES = {
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
     "own_numbers_times_a_factor": "no sum of", "own_numbers_and_empty_messages": "no sum of", "halved": "no sum of",
     "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
-    "padded_to_threes": "72 elements where 48 do, up to 3", "seven_times_a_message": "decides", "no_layer": "you name none",
+    "padded_to_threes": "72 elements where 48 do, up to 3", "one_size_for_4_and_8": "Here latency decides", "rounds_of_lablib": "work it out yourself", "no_layer": "you name none",
     "not_kept": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
     "half_a_ring": "two halves", "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
-    "by_one_too_many": "times the mean over", "without_rank_0": "Ranks are missing", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
-    "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
+    "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
+    "other_names": "with these names", "bucket_alone": "but 2 were given", "gathered_across": "all-reduce its chunk", "summed_among_zeros": "and then the others'",
+    "view_behind_padding": "a view whose memory", "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",
     "to_the_last_bit": "last bits", "one_layer_of_two": "the layers are not", "the_next_rank": "rank",
     "counts_steps_from_1": "the first wrong one is asked", "begins_with_the_second_step": "count from 0",
