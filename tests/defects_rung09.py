@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lablib.checks.rung09 import best_choice, jobs
-from lablib.toys.recompute import checkpoint as course_checkpoint
+import lablib.toys.recompute as course
+from lablib.checks.rung09 import best_choice, jobs, moments
 from tests.planted import listed
 
 
@@ -175,6 +175,11 @@ class _Borrowed(torch.autograd.Function):
     forward, backward = _Inherited.forward, _Inherited.backward
 
 
+class _Delegated(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x, block: course.Recompute.forward(ctx, None, block, True, x))
+    backward = staticmethod(lambda ctx, gradient: (course.Recompute.backward(ctx, gradient)[3], None))
+
+
 class _Same(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x.view_as(x))
     backward = staticmethod(lambda ctx, gradient: gradient)
@@ -198,9 +203,10 @@ class checkpoint:
     gradients_off_in_backward = lambda block, x: _Off.apply(x, block)
     one_gradient_for_two_arguments = lambda block, x: _OneGradient.apply(x, block)
     of_pytorch = lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-    of_the_course = lambda block, x: course_checkpoint(block, x)
+    of_the_course = lambda block, x: course.checkpoint(block, x)
     inherited_from_pytorch = lambda block, x: _Inherited.apply(block, True, x)
     borrowed_from_pytorch = lambda block, x: _Borrowed.apply(block, True, x)
+    calls_that_of_the_course = lambda block, x: _Delegated.apply(x, block)
     around_that_of_pytorch = lambda block, x: _Same.apply(torch_checkpoint(block, x, use_reentrant=False))
     another_shape = lambda block, x: _Off.apply(x, block)[:, 1:]
     copies_of_weights = _function(also="copy")
@@ -231,7 +237,7 @@ class checkpoint:
     right = lambda block, x: _Explicit.apply(block, torch.get_rng_state(), x, *block.parameters())
 
 
-_LIMITS = {98304, 137842, 177544, 223964, 345600, 147183, 181966, 231958, 370176}  # printed beforehand
+_LIMITS = {98304, 156075, 179730, 228145, 242503, 245118, 257801, 267793, 269426, 345600, 370176}  # printed beforehand
 PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
 
 
@@ -291,6 +297,7 @@ class keep_within:
     without_the_idea_first_come = _saving(lambda number, inner, size: number)
     without_the_idea_the_largest = _saving(lambda number, inner, size: -size)
     without_the_idea_the_smallest = _saving(lambda number, inner, size: size)
+    flops_a_byte_squared = _saving(lambda number, inner, size: -inner / size)
     without_the_idea_most_flops = _saving(lambda number, inner, size: -inner * size)
     products_with_bias_alone = _saving(_by_price, products=PRODUCTS[1:2])
     right = _saving(_by_price)
@@ -364,6 +371,7 @@ class faulty_part:
     without_the_idea_one_micro_batch = lambda job: _found(*_ALL)(
         SimpleNamespace(model=job.model, forward=lambda model: job.forward(model)[1:])
     )
+    counts_from_one = _found(*_ALL, where=lambda job, found: (found[0][0] + 1, found[0][1]))
     right = _found(*_ALL)
     right_2 = _found(*_ALL, where=lambda job, found: {"block": float(found[0][0]), "part": found[0][1].upper()})
 
@@ -432,6 +440,8 @@ class choose:
     all_but_two = lambda job: _choose(job, leave=[f"first:{job.layers - 1}"])
     first_without_the_head = lambda job: _one_first(job, job.budget, job.block - job.boundary)
     first_frees_whole_blocks = lambda job: _one_first(job, job.budget - job.head, job.block)
+    full_alone = lambda job: _choose(job, leave=("selective", *(f"every:{k}" for k in range(2, job.layers + 1))))
+    forward_reported = lambda job: (best := best_choice(job)) and best | {"peak": moments(job, best["strategy"])[0]}
     never_segments = lambda job: _choose(job, leave=[f"every:{k}" for k in range(2, job.layers + 1)])
     selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
     ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
@@ -557,6 +567,10 @@ SENTENCES = {
     "first_block_with_other_gradients": "a wrong gradient goes on into all blocks before it",
     "the_part_behind": "follow the block part by part",
     "without_the_idea_one_micro_batch": "that the second micro-batch has changed",
+    "calls_that_of_the_course": "the course's own checkpoint",
+    "counts_from_one": "not block 3.",
+    "full_alone": "Selective recomputation is a choice",
+    "forward_reported": "A replay brings bytes back",
     "step_flops": "backward runs once in any case",
     "last_blocks_instead_of_the_first": "the blocks behind it are gone already",
     "segments_before_forgotten": "the inputs of those before it are still kept",

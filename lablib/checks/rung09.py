@@ -1,7 +1,4 @@
-"""The checks of rung 09: a checkpoint by hand, a policy under a limit, what to recompute when, and a job with a fault.
-
-The third draws its situations from real models, with budgets around borders between two choices.
-"""
+"""The checks of rung 09: a checkpoint by hand, a policy under a limit, what to recompute when, and a job with a fault."""
 
 from __future__ import annotations
 
@@ -149,18 +146,18 @@ def checkpoint(answer: Callable[[nn.Module, Tensor], Tensor]) -> str:
     """Judge `checkpoint(block, x)` beside the same blocks without it, first without and then with dropout."""
     for dropout in (0.0, 0.5):
         got, right = (_step(way, lambda: _Block(dropout)) for way in (answer, lambda block, x: block(x)))  # noqa: B023
-        _judge_checkpoint(got, right, dropout)
+        _judge_checkpoint(got, right, dropout, [name[:11] for name in answer.called if name.endswith(".forward")])  # type: ignore[attr-defined]
     return "Same outputs, gradients and random numbers, and nothing kept from inside of a block."
 
 
-def _judge_checkpoint(got: dict, right: dict, dropout: float) -> None:
+def _judge_checkpoint(got: dict, right: dict, dropout: float, called: list[str]) -> None:
     first, in_all = (max(runs, key=lambda n, once=once: abs(n - once)) for once, runs in enumerate(got["runs"], 1))
     more = ": draw its random numbers as the block does, and leave the random state behind them" if dropout else ""
     functions = [node._forward_cls for node in got["nodes"] if hasattr(node, "_forward_cls")]
     owners = {"torch.utils": "PyTorch's", "lablib.toys": "the course's"}
-    # By the methods: a class may inherit or borrow them.
+    # By the methods: a class may inherit, borrow or call them.
     methods = [str(each.__module__)[:11] for made in functions for each in (made.forward, made.backward)]
-    ready_made = [owners[module] for module in methods if module in owners]
+    ready_made = [owners[module] for module in (*methods, *called) if module in owners]
     alike = _same(got["input"], right["input"]) and all(map(_same, got["weights"], right["weights"]))
     refuse(
         "",
@@ -264,8 +261,7 @@ def _train(run: Callable[..., Any], model: nn.Module, *limit: int) -> dict:
         (weigh * y).sum().backward()
     return {
         "value": y.detach(), "kept": kept, "forward": forward,
-        "backward": sum(flops for _, flops in products.found),
-        "gradients": [x.grad, *(p.grad for p in model.parameters())],
+        "backward": sum(flops for _, flops in products.found), "gradients": [x.grad, *(p.grad for p in model.parameters())],
     }  # fmt: skip
 
 
@@ -286,7 +282,7 @@ def _least_again(products: list[tuple[int, int]], room: int) -> int:
 )
 def keep_within(answer: Callable[[nn.Sequential, Tensor, int], Tensor], seed: int = 197) -> str:
     """Judge `keep_within(model, x, limit)` by a step: bytes alive after forward, gradients, FLOPs that run again."""
-    settings = _limits(seed) + _limits(NEW.randrange(1 << 30), models=1)[1:4]  # no list has the last
+    settings = _limits(seed) + _limits(NEW.randrange(1 << 30), models=1)[1:-1]  # no list has the last
     for model, plain, each, limit in settings:
         least = _least_again(plain["forward"], limit - each["kept"])
         _judge_within(_train(answer, model, limit), plain, each, limit, least)
@@ -295,21 +291,33 @@ def keep_within(answer: Callable[[nn.Sequential, Tensor, int], Tensor], seed: in
 
 @functools.cache
 def _limits(seed: int, models: int = 2) -> list[tuple]:
-    """Return models, their steps without checkpoints and with one on each block, and limits."""
+    """Return models, their steps without checkpoints and with one on each block, and limits that mislead most."""
     dice, found = random.Random(seed), []
+    each_block = functools.partial(functools.reduce, lambda x, block: torch_checkpoint(block, x, use_reentrant=False))
     for _ in range(models):
         model = _model(dice)
-        plain, each = _train(lambda model, x: model(x), model), _train(_each_block, model)
-        room = sum(size for size, _ in plain["forward"])
-        for share in (0, dice.uniform(0.15, 0.25), dice.uniform(0.3, 0.4), dice.uniform(0.45, 0.55), 1):
-            found.append((model, plain, each, each["kept"] + int(share * room)))
+        plain, each = _train(lambda model, x: model(x), model), _train(each_block, model)
+        products, room = plain["forward"], sum(size for size, _ in plain["forward"])
+        most = 0.8 * _NEAR * sum(flops for _, flops in products)  # whichever of equals is kept first
+        rooms = [int(dice.uniform(0.1, 0.7) * room) for _ in range(50)]
+        rooms = [size for size in rooms if max(_too_many(products, order, False, size) for order in _RIGHT) < most]
+        rooms = [max(rooms, key=functools.partial(_too_many, products, *order)) for order in _MISLED]
+        found += [(model, plain, each, each["kept"] + size) for size in (0, *rooms, room)]
     return found
 
 
-def _each_block(model: nn.Sequential, x: Tensor) -> Tensor:
-    for block in model:
-        x = torch_checkpoint(block, x, use_reentrant=False)
-    return x
+#: Orders of (bytes, FLOPs) that are right, and nearly right, these with whether they end at the first that does not fit.
+_RIGHT = [lambda each, sign=sign: (-each[1] / each[0], sign * each[0]) for sign in (-1, 0, 1)]
+_MISLED = ((lambda each: -each[1] / each[0] ** 2, False), (lambda each: -each[1], False), (_RIGHT[2], True),
+           (lambda each: (each[0] > 2 * BATCH * SEQ * HIDDEN, -each[1] / each[0]), False))  # fmt: skip
+
+
+def _too_many(products: list[tuple[int, int]], order: Callable[[tuple[int, int]], Any], ends: bool, room: int) -> int:
+    """Return the FLOPs above the least that run again if outputs are kept in this order."""
+    again = -_least_again(products, room)
+    for size, flops in sorted(products, key=order):
+        room, again = (room - size, again) if size <= room else (room * (not ends), again + flops)
+    return again
 
 
 def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) -> None:
@@ -339,8 +347,7 @@ def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) ->
 
 def _rest(layers: int, k: int) -> tuple[int, int]:
     """Return the number of segments, and the blocks of the last one."""
-    segments = -(-layers // k)
-    return segments, layers - (segments - 1) * k
+    return -(-layers // k), (layers - 1) % k + 1
 
 
 # --- what to recompute, and when ----------------------------------------------------------------------------
@@ -433,14 +440,10 @@ def _choices(job: Job, peak: Callable[[Job, str], int], extra: Callable[[Job, st
     return [(name, peak(job, name), extra(job, name)) for name in strategies(job)]
 
 
-def _largest(job: Job, strategy: str) -> int:
-    return max(moments(job, strategy))
-
-
 def best_choice(
     job: Job,
     *,
-    peak: Callable[[Job, str], int] = _largest,
+    peak: Callable[[Job, str], int] = lambda job, strategy: max(moments(job, strategy)),
     extra: Callable[[Job, str], int] = extra_flops,
     options: Callable[[str], bool] = lambda strategy: True,
     fits: Callable[[int, int], bool] = operator.le,
@@ -475,8 +478,7 @@ def jobs(dice: random.Random) -> list[Job]:
         least = min(max(moments(job, f"every:{k}")) for k in range(1, job.layers + 1))
         borders = [*(max(moments(job, name)) for name in tried), least]
         budgets = [border + step for border in borders for step in (-1, 0, 1)]
-        budgets += [dice.randint(least, max(moments(job, f"first:{job.layers - 1}")))]
-        budgets += [dice.randint(least, max(moments(job, "none"))) for _ in range(2)]
+        budgets += [dice.randint(least, max(moments(job, n))) for n in (f"first:{job.layers - 1}", "none", "none")]
         found += [replace(job, budget=budget) for budget in budgets]
     return found
 
@@ -505,9 +507,7 @@ def _answer(**ideas: Callable) -> Callable[[Job], str]:
 
 
 def _said(choice: dict[str, Any] | None) -> str:
-    if choice is None:
-        return "None"
-    return f"{choice['strategy']}, at most {choice['peak']:,} bytes, {choice['extra']:,} FLOPs again"
+    return "None" if choice is None else "{strategy}, at most {peak:,} bytes, {extra:,} FLOPs again".format(**choice)
 
 
 def _stored(job: Job) -> int:
@@ -528,10 +528,6 @@ def _forward(job: Job, strategy: str) -> int:
     return moments(job, strategy)[0]
 
 
-def _late(job: Job, strategy: str) -> int:
-    return moments(job, strategy)[1]
-
-
 _ENDS = {name: lambda job, n, name=name: _forward(job, f"{name}:{n}") for name in ("first", "every")}
 _CHOICE_SLIPS: list[Slip] = [
     *_rows("Segments cost the same FLOPs whatever their length, and which has the least peak depends on block and head: try all",
@@ -544,14 +540,15 @@ _CHOICE_SLIPS: list[Slip] = [
            _answer(peak=_forward), _peak(**_ENDS),
            _peak(**_ENDS, selective=lambda job, n: _stored(job) + job.head + job.core - job.behind),
            _peak(every=_ENDS["every"]), _peak(selective=lambda job, n: _forward(job, "selective")),
-           _peak(selective=lambda job, n: _late(job, "selective")), _peak(every=lambda job, n: _late(job, f"every:{n}")),
+           _peak(selective=lambda job, n: moments(job, "selective")[1]), _peak(every=lambda job, n: moments(job, f"every:{n}")[1]),
            _answer(peak=lambda job, strategy: moments(job, strategy)[strategy != "none"]),
-           _answer(peak=lambda job, strategy: sum(moments(job, strategy)))),
+           _answer(peak=lambda job, strategy: sum(moments(job, strategy))),
+           lambda job: _said((best := best_choice(job)) and best | {"peak": _forward(job, best["strategy"])})),
     *_rows("The head's bytes are there when forward ends",
            lambda job: _answer()(replace(job, head=0)),
            _peak(selective=lambda job, n: _stored(job) + max(0, job.core - job.behind))),
     *_rows("The head's bytes are gone when the first replay starts",
-           _answer(peak=lambda job, strategy: max(_forward(job, strategy), _late(job, strategy) + job.head))),
+           _answer(peak=lambda job, strategy: max(_forward(job, strategy), moments(job, strategy)[1] + job.head))),
     *_rows("When a core comes back, `behind` bytes of its block are gone",
            _peak(selective=lambda job, n: _stored(job) + max(job.head, job.core))),
     *_rows("The cores come back one at a time, not all at once",
@@ -565,13 +562,15 @@ _CHOICE_SLIPS: list[Slip] = [
            _peak(first=lambda job, n: _forward(job, f"first:{n}") + job.block - job.boundary),
            _peak(first=lambda job, n: _forward(job, f"first:{n}") + max(0, job.block - job.boundary - job.head))),
     *_rows("The segment that comes back starts from its input, which is counted already",
-           _replay(lambda job, n: _late(job, f"every:{n}") + job.boundary),
+           _replay(lambda job, n: moments(job, f"every:{n}")[1] + job.boundary),
            _replay(lambda job, n: job.layers / n * job.boundary + n * job.block)),
     *_rows("The replay brings back all blocks of a segment",
            _replay(lambda job, n: (_rest(job.layers, n)[0] - 1) * job.boundary + job.block)),
     *_rows("The last segment may be shorter, and the one before it is replayed when an input less is kept",
            _replay(lambda job, n: (_rest(job.layers, n)[0] - 1) * job.boundary + n * job.block)),
-    *_rows("Selective recomputation is a choice, too", _answer(options=lambda name: name != "selective")),
+    *_rows("Selective recomputation is a choice, too", _answer(options=lambda name: name != "selective"),
+           *(lambda job, most=most: _answer(options=lambda name: name in ("none", f"every:{most or job.layers}")
+                                            or name[:5] == "first")(job) for most in (0, 1))),
     *_rows("Some blocks may run again, and the others not", _answer(options=lambda name: name[:5] != "first")),
     *_rows("All but the last may run again", lambda job: _answer(options=lambda name: name != f"first:{job.layers - 1}")(job)),
     *_rows("All blocks may run again, in segments of any length", _answer(options=lambda name: name[:5] != "every")),
@@ -610,11 +609,10 @@ _CHOICE_SLIPS: list[Slip] = [
 )
 def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> str:
     """Judge `choose(job)` on situations computed from real models, with budgets around borders."""
-    cases, new = jobs(random.Random(seed)), jobs(NEW)
-    words = "{0.name}, budget {0.budget:,} bytes".format
-    compare(answer, [(job,) for job in cases + new], _answer(), _CHOICE_SLIPS, words, read=_read)
+    cases = [(job,) for job in (*jobs(random.Random(seed)), *jobs(NEW))]
+    compare(answer, cases, _answer(), _CHOICE_SLIPS, "{0.name}, budget {0.budget:,} bytes", read=_read)
     refuse_peeking(answer, f"{__name__}.best_choice", f"{__name__}.moments")
-    return f"{len(cases + new)} situations, half of them new in each call."
+    return f"{len(cases)} situations, many of them new in each call."
 
 
 def _name(given: object) -> str:
@@ -795,7 +793,7 @@ _PASSED_OVER = {
 
 
 def _misplaced(kind: str, rank: int, here: tuple[int, str], where: list) -> list[tuple[str, bool]]:
-    why = ": a wrong gradient goes on into all blocks before it" * (kind in ("own", "later"))
+    why = ": a wrong gradient goes on into all blocks before it" * (kind in "own later" and 0 <= here[0] < where[0])
     return [
         (f"Rank {rank} it is, but not block {here[0]}{why}", here[0] != where[0]),
         (f"Rank and block are right, and the part is not {here[1]!r}: follow the block part by part, to the first that does "
