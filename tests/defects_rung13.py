@@ -439,9 +439,13 @@ class find_fault:
         answer=lambda f, all_: (f[0].replace("combine", "router"), *f[1:]) if f[1] == "backward" else f
     )
     all_ranks_whatever_it_is = _first(answer=lambda f, all_: (*f[:2], range(4)))
+    all_ranks_of_what_is_not_in_forward = _first(
+        answer=lambda f, all_: (*f[:2], f[2] if f[1] == "forward" else range(4))
+    )
     ranks_from_one = _first(answer=lambda f, all_: (*f[:2], [rank + 1 for rank in f[2]]))
     always_in_forward = _first(answer=lambda f, all_: (f[0], "forward", f[2]))
     a_truth_value_for_each_rank = _first(answer=lambda f, all_: (*f[:2], [rank in f[2] for rank in range(4)]))
+    numpys_truth_values = _first(answer=lambda f, all_: (*f[:2], [np.bool_(rank in f[2]) for rank in range(4)]))
     the_part_without_its_layer = _first(answer=lambda f, all_: (f[0][2:], *f[1:]))
     a_sum_in_another_order_is_a_fault = lambda job: (
         _first()(job) or ("0.combine", "forward", [dist.get_world_size() - 1])
@@ -450,7 +454,7 @@ class find_fault:
 
     def right_2(job):
         """Without hooks: hand each part of this rank what its twin in one process gets, and then look at gradients and states."""
-        rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+        rank, ranks, found, behind = dist.get_rank(), dist.get_world_size(), [], []
         one, mine = job.alone(), job.split()
         stream, handed = [], one[0].register_forward_pre_hook(lambda layer, args: stream.append(args[0]))
         losses = job.loss(one), job.loss(mine)
@@ -470,13 +474,15 @@ class find_fault:
                 (f"{i}.combine", "forward", not torch.allclose(b.combine(back, w), cut(a.combine(answers, weights))))
             )
             found.append((f"{i}.shared", "forward", not torch.allclose(b.shared(part), cut(a.shared(x)))))
+            [slope], [true] = (
+                torch.autograd.grad(layer.combine(*given).sum(), given[1], retain_graph=True)
+                for layer, given in ((b, (back, w)), (a, (answers, weights)))
+            )
+            behind.append((f"{i}.combine", "backward", not torch.allclose(slope, cut(true))))
             x = a(x).detach()
+        found += reversed(behind)
         for loss in losses:
             loss.backward()
-        for i in range(len(one))[::-1]:
-            total = mine[i].router.weight.grad.clone()
-            dist.all_reduce(total)
-            found.append((f"{i}.combine", "backward", not torch.allclose(total / ranks, one[i].router.weight.grad)))
         for model in (one, mine):
             job.update(model)
         for i in range(len(one)):
@@ -511,6 +517,8 @@ SENTENCES = {
     "negated": "is -1 times that of one process, which is",
     "without_the_idea_a_whole_copy_on_each_rank": "A tp group has",
     "a_truth_value_for_each_rank": "list of ranks",
+    "numpys_truth_values": "list of ranks",
+    "all_ranks_of_what_is_not_in_forward": "[0, 1, 2, 3] is not the list of its ranks",
     "the_part_without_its_layer": "of layer 1",
     "copied_from_one_process": "sum what ranks have",
     "all_is_well": "You find nothing in a job",

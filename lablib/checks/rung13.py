@@ -607,7 +607,7 @@ class MixtureJob(Sealed):
     def _model(self, group: dist.ProcessGroup | None) -> nn.Sequential:
         torch.manual_seed(self._number)
         part, layer, rank = _fault(self._number)
-        here = group is not None and (part in ("combine", "router", "shared") or group.rank() == rank)
+        here = group is not None and (part in ("router", "shared") or group.rank() == rank)
         return nn.Sequential(
             *(MixtureLayer(group, part if here and i == layer else "") for i in range(LAYERS))
         ).double()
@@ -668,7 +668,7 @@ def _read_fault(given: Any) -> tuple[str, str, list[int]] | None:
     parts = by_name(list(given) if isinstance(given, tuple) else given, "part", "moment", "ranks", otherwise=told)
     words = [isinstance(word, str) and "".join([word]).strip().lower() for word in (parts["part"], parts["moment"])]
     part, moment = ".".join(str(words[0]).split(".")[:2]), words[1]
-    ranks = {whole(rank, "A rank") for rank in numbers(parts["ranks"], "ranks") if not isinstance(rank, bool)}
+    ranks = {whole(rank, "A rank") for rank in numbers(parts["ranks"], "ranks") if str(rank) not in ("True", "False")}
     known = {f"{layer}.{name}" for layer in range(LAYERS) for name in _FAULTS[1:]}
     if part not in known or moment not in _PASSED_OVER or not set() < ranks <= {*range(RANKS)}:
         raise Wrong(told)
@@ -685,7 +685,7 @@ _PASSED_OVER = {
 
 
 def _judge_fault(said: tuple[str, str, list[int]] | None, part: str, layer: int, rank: int) -> None:
-    moment, ranks = _MOMENT.get(part, ""), [rank] if _MOMENT.get(part) == "forward" else list(range(RANKS))
+    moment, ranks = _MOMENT.get(part, ""), list(range(RANKS)) if _MOMENT.get(part) == "update" else [rank]
     if said is None or not part:
         refuse("", ("A job in which nothing is wrong is accused", said), (_PASSED_OVER.get(moment, ""), part))
         return
@@ -701,5 +701,5 @@ def _judge_fault(said: tuple[str, str, list[int]] | None, part: str, layer: int,
         (f"You name `{name}`, and it did with what it got what it does in one process", name != f"{layer}.{part}"),
         (f"`{name}` it is, but not on ranks {some(where)}: a rank whose tokens come back wrong need not be the one that is ill, "
          "since other ranks compute them", part == "experts" and where != ranks),
-        (f"`{name}` it is, and {where} is not the list of its ranks: let them exchange what each finds", where != ranks),
+        (f"`{name}` it is, and {where} is not the list of its ranks, counted from 0: let them exchange what each finds", where != ranks),
     )  # fmt: skip
