@@ -171,6 +171,14 @@ class train_ddp:
                    quiet=False, weigh=lambda group, batch: 1 / _tokens(group))  # fmt: skip
         _from_rank_0(model)
 
+    def averages_weights_once_an_epoch(model, data, epochs, *case):
+        """No gradient leaves a rank, though as many bytes do."""
+        for epoch in range(epochs):
+            _train(model, data, 1, *case, wrap=_from_rank_0, quiet=False, tell=False,
+                   sampler=lambda data, seed=epoch: DistributedSampler(data, seed=seed))  # fmt: skip
+            for p in model.parameters():
+                dist.all_reduce(p.data.div_(dist.get_world_size()))
+
     def trains_a_copy(model, *case):
         _train(copied := copy.deepcopy(model), *case)
         model.load_state_dict(copied.state_dict())

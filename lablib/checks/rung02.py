@@ -421,7 +421,7 @@ def _judge_steps(trained: list[_Trained], asked: _Practice) -> None:
              "model, outside `no_sync`", trained[0].sent < ring_all_reduce_bytes(left.nbytes, asked.ranks)),
             ("The replicas differ: each rank begins with weights of its own, and equal steps from there never meet. Rank 0's go to "
              "all first", any(not rank.path[0].equal(left) for rank in trained)),
-            ("The replicas part, though gradients were exchanged: all step with the same gradient, in every step",
+            ("The replicas part, though the bytes of a gradient were sent, or more: all step with the same gradient, in every step",
              not all(_near(end, ends[0], far) for end in ends)),
             *((sentence, _near(_step(trained, asked, number, slip), ends[0], far)) for sentence, slip in _WEIGHT_SLIPS),
             ("Gradients of the step before are still there: clear them after each step",
