@@ -493,13 +493,13 @@ class lost_bits:
         return None
 
 
-def _of_three(form, x, w, g, turned=(), wide=False):
+def _of_three(form, x, w, g, turned=(), wide=False, off=product_error):
     """The errors of the products; of the six factors some are quantized along the dim that is not summed over."""
     six = enumerate([(x, False), (w, False), (g, True), (w.T, False), (g.T, True), (x.T, wide)])
     a, b, c, d, e, f = (
         through(form, m.T, gradient=t).T if i in turned else through(form, m, gradient=t) for i, (m, t) in six
     )
-    return [product_error(a @ b.T, x @ w.T), product_error(c @ d.T, g @ w), product_error(e @ f.T, g.T @ x)]
+    return [off(a @ b.T, x @ w.T), off(c @ d.T, g @ w), off(e @ f.T, g.T @ x)]
 
 
 def _recipe(units, layers, limit, errors=_of_three, worst=max, scales=True, kept=None, order=("nvfp4", "fp8", "mxfp8")):
@@ -537,6 +537,9 @@ class block_recipe:
     )
     a_table_by_hardware = lambda units, layers, limit: _recipe(units, _LAYERS, limit)
     x_in_e5m2 = lambda *case: _recipe(*case, errors=lambda *layer: _of_three(*layer, wide=True))
+    by_what_came_out = lambda *case: _recipe(
+        *case, errors=lambda *each: _of_three(*each, off=lambda found, exact: product_error(exact, found))
+    )
     the_mean_of_three = lambda *case: _recipe(*case, worst=lambda errors: sum(errors) / 3)
     whatever_the_hardware = lambda units, layers, limit: _recipe({"nvfp4", "fp8", "mxfp8"}, layers, limit)
     bf16_to_be_safe = lambda units, layers, limit: _recipe(set(), layers, limit)
@@ -582,7 +585,7 @@ SENTENCES = {
     "without_the_idea_forward_alone": "forward alone would", "without_the_weights_gradient": "sums over tokens", "two_turned": "would get",
     "quantizes_each_matrix_once": "quantized once", "errors_of_matrices": "single matrices", "the_mean_of_three": "hides the worst",
     "backward_alone": "x wᵀ is left out", "g_w_alone": "x wᵀ is left out", "a_list_of_jobs": "loses bits",
-    "x_in_e5m2": "fewer bits than bf16",
+    "x_in_e5m2": "fewer bits than bf16", "by_what_came_out": "comes second",
     "whatever_the_hardware": "no matrix units", "bf16_to_be_safe": "fewer bits than bf16", "keeps_bf16": "in bf16",
     "keeps_no_scales": "Scales are kept too", "most_bits_first": "fewer bits than mxfp8", "int8_for_all": "none of nvfp4",
     "without_the_idea_all_in_fp32": "ran in float32", "in_bf16": "ran in bfloat16", "clips_before_it_unscales": "unscale before you clip",
