@@ -317,6 +317,7 @@ class plan_groups:
     groups_four_times_as_large = _changed(
         lambda plan, n, l, m, st, r, rp, save, sh: {"groups": max(1, (n - plan["spares"]) // (4 * l))}
     )
+    groups_of_twice_the_least = lambda *c: max(_plan(*c, spares, 2 * c[1]) for spares in range(c[0] // 4))[1:]
     no_spares = _changed(lambda plan, n, l, *c: {"spares": 0, "groups": n // l})
     a_fifth_in_reserve = _changed(lambda plan, n, l, *c: {"spares": n // 5, "groups": (n - n // 5) // l})
     more_nodes_than_there_are = _changed(lambda plan, n, l, *c: {"groups": n // l, "spares": l + n % l})
@@ -349,6 +350,7 @@ SENTENCES = {
     "deaths_of_groups": "would lose",
     "interval_of_deaths_alone": "near Young's",
     "two_groups": "lose 6",
+    "groups_of_twice_the_least": "15 groups of 8 and 8 spares do",
     "no_spares": "too few",
     "asks_the_check": "asks the check",
     "smallest_groups": "a rest counts too",

@@ -487,8 +487,7 @@ def _judge_plan(got: Any, cluster: _Cluster, seed: int) -> None:
     size, larger = (nodes - spares) // groups, (nodes - best[1]) // best[0]
     idle = nodes - spares - groups * size
     rest = (nodes - best[1]) % size / nodes if size > larger else 0.0  # what this size leaves beside the best spares
-    # What each mistake costs: how much more the plan would do without it.
-    costs = {
+    costs = {  # of each mistake: how much more the plan would do without it
         "idle": idle / nodes,
         "size": played(best[0], best[1], interval)
         - (resized := rest + played(max(1, (nodes - best[1]) // size), best[1], interval)),
@@ -507,5 +506,6 @@ def _judge_plan(got: Any, cluster: _Cluster, seed: int) -> None:
         (f"The interval is {interval:,.0f} s, and {best[2]:,.0f} s would lose {costs['interval']:.1%} less of the time: Young's, "
          "with the failures that take all groups", main == "interval"),
         (f"{spares} spares are {'too many: they stand idle for longer than they are needed' if spares > best[1] else 'too few'}: "
-         f"{best[1]} beside {best[0]} groups would do {ours - theirs:.1%} more", True),
+         f"{best[1]} beside {best[0]} groups would do {ours - theirs:.1%} more", resized - rest > theirs),
+        (f"{groups} groups of {size} and {spares} spares do {ours - theirs:.1%} less than {best[0]} of {larger} and {best[1]}", True),
     )  # fmt: skip
