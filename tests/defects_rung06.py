@@ -23,7 +23,7 @@ _FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float
 
 
 def _wrap(model, mesh, most, fp32, *, policy=_BF16, full=_FP32, cut=True, small=True, tables=True, ties=True, root=True,
-          kept=False):  # fmt: skip
+          free=True):  # fmt: skip
     """Shard by names that say what a module is, as who has read the model writes it; a mistake leaves something out."""
     ends = {"mesh": mesh, "mp_policy": policy}
     embed, *blocks, norm, head = _parts(model)
@@ -32,11 +32,11 @@ def _wrap(model, mesh, most, fp32, *, policy=_BF16, full=_FP32, cut=True, small=
     for block in blocks:
         if cut and 2 * _size(block) > most:
             for expert in block.experts:
-                fully_shard(expert, reshard_after_forward=not kept, **ends)
+                fully_shard(expert, reshard_after_forward=free, **ends)
         if small or 2 * _size(block) <= most:
-            fully_shard(block, reshard_after_forward=not kept, **ends)
+            fully_shard(block, reshard_after_forward=free, **ends)
     if tables and (embed.weight is not head.weight or not ties):
-        fully_shard(embed, reshard_after_forward=not kept, **ends)
+        fully_shard(embed, reshard_after_forward=free, **ends)
         fully_shard([norm, head], reshard_after_forward=False, **ends)
     if root:
         fully_shard(model, **ends)
@@ -73,12 +73,14 @@ class apply_fsdp:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(4)))
 
-    without_the_idea_by_heart = lambda model, *case: _wrap(model, *case, kept=str(model) not in _PRINTED)
+    without_the_idea_by_heart = lambda model, *case: _wrap(model, *case, free=str(model) in _PRINTED)
     tables_in_the_root = lambda *case: _wrap(*case, tables=False)
     experts_uncut = lambda *case: _wrap(*case, cut=False)
     a_tied_table_torn = lambda *case: _wrap(*case, ties=False)
     no_call_for_the_model = lambda *case: _wrap(*case, root=False)
-    all_units_kept = lambda *case: _wrap(*case, kept=True)
+    all_units_kept = lambda *case: _wrap(*case, free=False)
+    half_kept = lambda *case: _wrap(*case, free=2)
+    norms_frozen = lambda *case: [_wrap(*case), *[p.requires_grad_(p.ndim > 1) for p in case[0].parameters()]][0]
     outside_in = lambda *case: [fully_shard(case[0], mesh=case[1], mp_policy=_BF16), _wrap(*case)][1]
     a_list_as_a_unit = lambda model, mesh, most, fp32: fully_shard([*model.children()][1], mesh=mesh) and None
     a_root_in_fp32 = lambda *case: [_wrap(*case, root=False), fully_shard(case[0], mesh=case[1])][0]
@@ -341,6 +343,14 @@ class write_checkpoint:
         if all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
             disk.rename(f"tmp-{step}", f"step-{step}")
 
+    def looks_for_files_that_may_be_torn(disk, rank, ranks, step, state, barrier):
+        rank or disk.remove(f"tmp-{step}")
+        barrier()
+        disk.write(f"tmp-{step}/rank-{rank}", {**state, "step": step})
+        while not rank and not all(disk.exists(f"tmp-{step}/rank-{r}") for r in range(ranks)):
+            pass
+        rank or disk.rename(f"tmp-{step}", f"step-{step}")
+
     def two_may_see_that_all_are_whole(disk, rank, ranks, step, state, barrier):
         rank or disk.remove(f"tmp-{step}") or disk.remove(f"part-{step}")
         barrier()
@@ -493,14 +503,14 @@ SENTENCES = {
     "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
     "no_call_for_the_model": "comes last", "all_units_kept": "not freed after", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
     "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
-    "cast_before": "master weights", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
+    "cast_before": "master weights", "half_kept": "not freed after", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
     "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",
     "two_shards_of_one_replica": "hold different rows", "a_table_made_before": "unseen",
     "without_the_idea_healthy": "does not see it", "without_the_idea_a_guess": "", "without_the_idea_calls_of_a_step": "",
     "only_who_moves": "does not see it", "only_replicas": "does not see it",
     "no_gradient_is_still": "several causes", "kept_is_stale": "", "each_rank_for_itself": "told to all",
     "another_block": "another block",
-    "in_place": "half written", "behind_the_disk": "asks the check", "asks_the_check": "own lists",
+    "in_place": "half written", "looks_for_files_that_may_be_torn": "half written", "behind_the_disk": "asks the check", "asks_the_check": "own lists",
     "leaves_it_under_another_name": "what a crashed job left",
     "clears_the_files_of_twice_as_many_ranks": "what a crashed job left",
     "clears_what_it_has_published": "what a crashed job left",

@@ -184,11 +184,11 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
         "stored": {name for name, p in named.items() if p.dtype != whole.get(name, p.dtype)},
         "elsewhere": [name for name, p in named.items() if isinstance(p, DTensor) and p.device_mesh.ndim != mesh.ndim],
         "rootless": not isinstance(model, FSDPModule),
+        "frozen": [name for name, p in named.items() if not p.requires_grad],
     }
     if any(seen.values()):
         return seen
-    dice = torch.Generator().manual_seed(made.seed)
-    tokens = torch.randint(0, alone.get_submodule(alone._names[0]).num_embeddings, (8, 9), generator=dice)
+    tokens = torch.randint(0, made.options[3], (8, 9), generator=torch.Generator().manual_seed(made.seed))
     held, dtypes = _watch(model)
     with record_comms() as log:
         try:
@@ -198,16 +198,14 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
     _loss(alone, tokens).backward()
     right = torch.cat([p.grad.flatten() for p in alone.parameters()])
     got = [torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().float() for p in model.parameters()]
-    reduced = sum(event.bytes for event in log.events if event.op == "reduce_scatter")
-    where = max(held, key=lambda layer: sum(held[layer].values()))
     return seen | {
-        "where": where,
+        "where": (where := max(held, key=lambda layer: sum(held[layer].values()))),
         "beside": held[where],  # bytes by parameter
         "held": sum(held[where].values()),
         "dtypes": dtypes,
         "gathers": log.calls["all_gather"],
         "units": log.calls["reduce_scatter"],
-        "reduced": reduced / sum(p.numel() for p in alone.parameters()),  # bytes a value
+        "reduced": sum(e.bytes for e in log.events if e.op == "reduce_scatter") / right.numel(),  # bytes a value
         "off": ((torch.cat([g.flatten() for g in got]) - right).norm() / right.norm()).item(),
     }
 
@@ -217,8 +215,9 @@ def _watch(model: nn.Module) -> tuple[dict[str, dict[str, int]], dict[str, torch
     held: dict[str, dict[str, int]] = {}
     dtypes: dict[str, torch.dtype] = {}
 
-    def look(name: str) -> None:
-        now = {each: p.nbytes for each, p in model.named_parameters() if not isinstance(p, DTensor)}
+    def look(name: str) -> None:  # a part of a unit that is larger than the shard is gathered, too
+        local = {each: p.to_local() if isinstance(p, DTensor) else p for each, p in model.named_parameters()}
+        now = {each: p.nbytes for each, p in local.items() if p.numel() > shards[each]}
         held[name] = max(held.get(name, {}), now, key=lambda sizes: sum(sizes.values()))
 
     def before(module: nn.Module, _: object, name: str) -> None:
@@ -228,6 +227,7 @@ def _watch(model: nn.Module) -> tuple[dict[str, dict[str, int]], dict[str, torch
     def after(module: nn.Module, _: object, out: torch.Tensor, name: str) -> None:
         out.register_hook(lambda gradient: look(name))
 
+    shards = {each: p.to_local().numel() for each, p in model.named_parameters()}
     for path, module in model.named_modules():
         name = path.replace("_checkpoint_wrapped_module.", "")
         if not list(module.children()):
@@ -252,6 +252,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
          "it should free", seen["rootless"]),
         (lambda: f"{seen['elsewhere'][0]} is not sharded over the `mesh` that is given: over one axis of it replicas are never "
          "averaged, and without it there are none", seen["elsewhere"]),
+        (lambda: f"{seen['frozen'][0]} was to be trained, and does not ask for a gradient any more", seen.get("frozen")),
         ("Embedding and head are one matrix here, and a parameter belongs to one unit: torch stops. Leave both to the root, "
          "or give both in one list", "is shared" in seen.get("stopped", "")),
         (lambda: f"The step stops: {seen['stopped'][:150]}", "stopped" in seen),
@@ -375,8 +376,7 @@ def _read_found(got: Any) -> tuple[str, str] | None:
     if got is None:
         return None
     otherwise = "Return None, or the name of a block and one of " + ", ".join(map(repr, _EFFECTS)) + "."
-    named = by_name(got, "unit", "what", otherwise=otherwise)
-    unit, what = named["unit"], named["what"]
+    unit, what = map(by_name(got, "unit", "what", otherwise=otherwise).get, ("unit", "what"))
     names = [f"blocks.{i}" for i in range(4)]
     if not (isinstance(unit, str) and unit in names and isinstance(what, str) and what in _EFFECTS):
         raise Wrong(otherwise)
@@ -412,9 +412,9 @@ Files = dict[str, Any]
 
 
 class World(Turns):
-    """Ranks that take turns; the first one in `order` that can run does. Who begins a write that is `slow` goes last."""
+    """Ranks that take turns; the first in `order` that can run does. Who begins a write that is `slow` or `torn` goes last."""
 
-    def __init__(self, ranks: int, order: Sequence[int], files: Files, slow: bool = False):
+    def __init__(self, ranks: int, order: Sequence[int], files: Files, slow: str = ""):
         super().__init__(ranks)
         self.order, self.slow, self.files = order, slow, copy.deepcopy(files)
         self.moments: list[Files] = [dict(self.files)]
@@ -467,7 +467,7 @@ class Disk(Sealed):
         """Write a file, folders included; it is torn until the write has ended."""
         path = os.path.normpath(path)  # a str or a Path, with a slash at its end or not
         self._world.files[path] = _TORN
-        self._world.changed(self._rank, last=self._world.slow)
+        self._world.changed(self._rank, last=self._world.slow in ("slow", "torn"))
         self._world.files[path] = copy.deepcopy(content)
         self._world.changed(self._rank)
 
@@ -491,7 +491,7 @@ class Disk(Sealed):
     def exists(self, path: str) -> bool:
         """Say whether there is a file or a folder of that name."""
         there, world = bool(_inside(self._world.files, path)), self._world
-        if world.slow or (self._rank, path) in world.asked:  # who asks again waits for the others
+        if world.slow == "slow" or (self._rank, path) in world.asked:  # who asks again waits for the others
             world.step(self._rank, last=True)  # they may do much between a look and what is done upon it
         world.asked.add((self._rank, path))
         return there
@@ -515,8 +515,8 @@ def _state(rank: int, step: int) -> dict[str, list[int]]:
     return {"model": [rank, step], "optimizer": [10 * rank, step]}
 
 
-#: Who goes first, and whether all write at once, or a crashed job of more ranks has left its folder behind.
-_CASES = [((0, 1), ""), ((1, 0), ""), ((0, 2, 1), "slow"), ((2, 1, 0), "crash"), ((1, 3, 0, 2), "crash")]
+#: Who goes first, and whether all write at once, and let others on as they look, or a crashed job left its folder.
+_CASES = [((0, 1), ""), ((0, 2, 1), "slow"), ((0, 2, 1), "torn"), ((2, 1, 0), "crash"), ((1, 3, 0, 2), "crash")]
 
 
 @check(
@@ -533,7 +533,7 @@ def write_checkpoint(answer: Callable[..., None]) -> str:
         if how == "crash":  # a job of more ranks died just before it published this very step
             crashed = _play(answer, range(2 * ranks + 1), {}, step, step - 1)
             old |= [files for files in crashed if not _published(files)][-1]
-        world = _play(answer, order, old, step, step, slow=how == "slow")
+        world = _play(answer, order, old, step, step, slow=how)
         moments += len(world)
         written: set[int] = set()  # ranks whose new file has been on the disk, whole
         for files in world:
@@ -543,7 +543,7 @@ def write_checkpoint(answer: Callable[..., None]) -> str:
     return f"{len(_CASES)} runs, {moments} moments, and a whole checkpoint to resume from at each of them."
 
 
-def _play(answer: Callable, order: Sequence[int], old: Files, step: int, seen: int, slow: bool = False) -> list[Files]:
+def _play(answer: Callable, order: Sequence[int], old: Files, step: int, seen: int, slow: str = "") -> list[Files]:
     """Save the step of what was trained until step `seen`, and return every state of the disk."""
     world = World(ranks := len(order), order, old, slow)
     world.run(lambda disk, rank, barrier: answer(disk, rank, ranks, step, _state(rank, seen), barrier))
@@ -570,7 +570,8 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
         missing = named[absent[0]] if absent else ""
         strangers = [name for name in content if name not in named]  # one may be a marker or an index
         refuse("",
-            (f"There is a moment when {folder} is visible and half written. Write aside, then rename", _TORN in content.values()),
+            (f"There is a moment when {folder} is visible and half written. Write aside, wait for all, then rename",
+             _TORN in content.values()),
             (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}",
              strangers and absent and ranks in (len(absent), len(_on_disk(content, ranks, step)))),
             (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
@@ -786,8 +787,7 @@ def _asked(answer: Callable[..., Any], made: Situation) -> Any:
     got = answer(dict(made.parts), made.tied, made.budget, lambda units, reshard=True: made.price(units, reshard))
     if got is None:
         return None
-    otherwise = "Return a dictionary with units and reshard, or None if nothing fits."
-    named = by_name(got, "units", "reshard", otherwise=otherwise)
+    named = by_name(got, "units", "reshard", otherwise="Return a dictionary with units and reshard, or None.")
     if isinstance(freed := named["reshard"], str) or getattr(freed, "shape", ()) or freed not in (True, False):
         raise Wrong(f"`reshard` is True or False, and not {named['reshard']!r}.")
     return made.read(named["units"]), bool(named["reshard"])
