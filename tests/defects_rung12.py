@@ -200,6 +200,8 @@ class packed_step:
     counts_from_1 = _step(places=lambda mine, documents: mine + 1)
     restarts_on_the_rank = _step(places=lambda mine, documents: _from_each_document(documents[:, mine]))
     crosses_documents = _step(labels=lambda t, d, c: t[:, 1:].masked_fill(~c[:, 1:], -100))
+    compares_documents_that_go_in = _step(labels=lambda t, d, c: _labels(t, torch.cat((d[:, :-1], d[:, -2:-1]), 1), c))
+    first_documents_alone = _step(labels=lambda t, d, c: _labels(t, d, c & (d == d[:, :1])))
     counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
     counts_where_both_count = _step(labels=lambda t, d, c: _labels(t, d, c & c.roll(1, 1)))
     masks_with_0 = _step(labels=lambda t, d, c: _labels(t, d, c).clamp(min=0))
@@ -219,6 +221,11 @@ class packed_step:
     )
     clears_gradients = lambda model, *batch: (packed_step.right(model, *batch), model.zero_grad())[0]
     takes_the_last_documents = _step(seen=lambda documents: documents.roll(-1, 1))
+
+    def leaves_out_padding(model, tokens, documents, counted, mesh):
+        if counted[_rows(tokens, mesh)].any():
+            return packed_step.right(model, tokens, documents, counted, mesh)
+        return dist.all_reduce(torch.zeros((), dtype=torch.float64))
 
     def lablib_means(model, *batch):
         model.loss_group = dist.group.WORLD
@@ -513,6 +520,9 @@ SENTENCES = {
     "lablib_means": "`mean` answers for you",
     "restarts_on_the_rank": "restart where a rank's part begins",
     "crosses_documents": "ends a document",
+    "compares_documents_that_go_in": "The token at 31 ends a document",
+    "first_documents_alone": "in the same document",
+    "leaves_out_padding": "Rank 3 does not call the model",
     "counts_the_token_before": "shifted as labels are",
     "counts_where_both_count": "It counts, though",
     "masks_with_0": "leave it out of the loss",

@@ -216,11 +216,11 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def _batch(seed: int) -> Batch:
-    """Return tokens, documents and what counts, (rows, S + 1). A token occurs once, so it tells its row and place."""
+    """Return tokens, documents and what counts, (rows, S + 1). A token tells its row and place; row 1 ends in a new document."""
     dice, shape = torch.Generator().manual_seed(seed), (_ROWS, _SEQ + 1)
     tokens = torch.randperm(_PACKED.vocab, generator=dice)[: _ROWS * (_SEQ + 1)].view(shape)
     documents = (torch.rand(shape, generator=dice) < 0.12).cumsum(1)
-    counted = torch.rand(shape, generator=dice) < torch.tensor([0.9, 0.5, 0.7, 0])[:, None]  # the last row is padding
+    counted = torch.rand(shape, generator=dice) < torch.tensor([0.9, 0.7, 0.5, 0])[:, None]  # the last row is padding
     return tokens, documents, counted
 
 
@@ -272,11 +272,11 @@ def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
         loss = answer(model, *(each.clone() for each in batch), mesh)
         dist.barrier()  # a collective that some ranks left out waits here, and meets no gradient
         if not model.seen:
-            raise Wrong("The model is not called, or without gradients, so nothing is learned.")
+            raise Wrong(f"Rank {dist.get_rank()} does not call the model with gradients; it must, without labels too.")
         tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*model.seen, strict=True))
         grads = [part[3].grad for part in model.seen]
         if any(grad is None for grad in grads) or all(p.grad is None for p in model.parameters()):
-            raise Wrong("In the end the model has no gradients: run backward of the loss, and leave what it gives.")
+            raise Wrong(f"At the end rank {dist.get_rank()} has no gradients: run backward and leave what it gives.")
         # A token's loss pulls the logit of its label up and all others down, by their probabilities and its weight.
         grad, chances = torch.cat(grads), logits.softmax(-1)
         labels = grad.argmin(-1)
@@ -387,7 +387,7 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
         at = tuple(zip(*(pair_ for row in here for pair_ in row), strict=True))
         sums.append(losses[at].sum().item())
         counts.append(int((labels[at] != IGNORED).sum()))
-    _explain_labels(wrong, batch, labels, case)
+    _explain_labels(wrong, batch, labels, case, _SEQ // (2 * cp))
     own = [sum(counts[rank // cp * cp : (rank // cp + 1) * cp]) for rank in range(n)]  # of the cp group
     mean, means = sum(sums) / total, [s / c if c else math.nan for s, c in zip(sums, counts, strict=True)]
     for rank, each in enumerate(found):
@@ -425,19 +425,20 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
         raise Wrong(f"All that the model gets is right, and the gradients are not those of one process ({case}).")
 
 
-def _explain_labels(wrong: Sequence[tuple[int, int, int, int, Any]], batch: Batch, labels: Tensor, case: str) -> None:
+def _explain_labels(wrong: Sequence[tuple[Any, ...]], batch: Batch, labels: Tensor, case: str, width: int) -> None:
     """Raise `Wrong` for tokens that learn another label than theirs: rank, row, place, label, and the label's row and place."""
     _, documents, counted = batch
     signs: list[tuple[int, str, int]] = []
     for rank, row, p, label, given in wrong:
         if label == IGNORED:
-            why = "Shift whole sequences, then cut" if counted[row, p] else f"It counts, though {p} does not"
-            signs.append((6 - int(counted[row, p]), f"The token at {p} lacks its label, that at {p + 1}. {why}", rank))
+            kind = int((p + 1) % width == 0) if counted[row, p] else 2  # at the end of a chunk, or not
+            why = "It is in the same document", "Shift whole sequences, then cut", f"It counts, though {p} does not"
+            signs.append((5 + kind, f"The token at {p} lacks its label, that at {p + 1}. {why[kind]}", rank))
         elif given != (row, p + 1):
             seen = f"that at {given[1]}" if given and given[0] == row else f"{label}, no token of its sequence"
             told, learns = f"The token at {p} learns to be followed by {seen}", labels[row, p] != IGNORED
             why = ". Shift whole sequences, then cut" if learns else ", and has no label: leave it out of the loss"
-            signs.append((1 if learns else 7, told + why, rank))
+            signs.append((1 if learns else 8, told + why, rank))
         elif documents[row, p] != documents[row, p + 1]:
             signs.append((2, f"The token at {p} ends a document and learns the first token of the next one", rank))
         elif counted[row, p]:
@@ -582,11 +583,9 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
         ("That rank owns the keys of the wrong block. Asked is the one that attends to them", rank == source != fault.rank),
         ("The rank is another: its queries are the rows in which the matrix of weights is wrong", rank != fault.rank),
         (f"The step is another: in step j rank r has the keys of rank r - j, in step {step} those of rank {(rank - step) % _RANKS}. "
-         "In backward the weights of one block are missing, and all others are right",
-         step != fault.step and fault.what == "gradients"),
-        (f"The step is another: in step j rank r has the keys of rank r - j, in step {step} those of rank {(rank - step) % _RANKS}. "
-         "A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the block with another factor "
-         "is it", step != fault.step),
+         + ("In backward the weights of one block are missing, and all others are right" if fault.what == "gradients" else
+            "A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the block with another factor "
+            "is it"), step != fault.step),
         (f"Layer, rank and step are right, and it is not {what!r}: "
          + {"keys": "keys have weight that no query may see, or none that it should see",
             "weights": "the right keys have weight, and too much or too little",

@@ -458,7 +458,7 @@ FORMULAS = (
         "w: bytes of a value; F: FLOP/s of a rank; W: bytes per second; causal mask; half without one",
         lambda w, F, W, a, a_kv: ring_hiding_tokens(heads=a, kv_heads=a_kv, flops=F, bandwidth=W, value=w),
         "{:,.0f} tokens on a rank over {network}, if attention reaches 40% of the peak"),
-    Formula("eq-12-crossover", "Degree from which Ulysses sends less",
+    Formula("eq-12-crossover", "Degree above which Ulysses sends less",
         "against gathered keys; two thirds of it against a ring; valid up to a_kv ranks",
         lambda a, a_kv: ulysses_crossover(a, a_kv), "{:g}, with {a_kv} key heads"),
     Formula("eq-12-causal", "Work of the last rank over the mean", "a contiguous part for each rank, causal mask",
