@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lablib.calc.communication import algorithm_rounds
+from lablib.calc.communication import algorithm_rounds, fastest_algorithm, ring_states
 from lablib.checks import rung10
 from lablib.launch.measure import record_comms
 from lablib.toys import collectives
@@ -40,6 +40,13 @@ class ring_all_reduce:
 
     def adds_in_the_all_gather(row, rank, ranks, exchange):
         _ring(row, rank, ranks, exchange, add_again=True)
+
+    states_of_lablib = lambda row, *r: (ring_states(r[1]), _ring(row, *r))
+
+    def halves_of_the_toy(row, rank, ranks, exchange):
+        wire, pieces = SimpleNamespace(rank=rank, size=ranks, exchange=exchange), collectives.ring.chunks(row, ranks)
+        collectives.ring._reduce_scatter(wire, pieces)
+        collectives.ring._all_gather(wire, pieces)
 
     one_step_too_few = lambda row, rank, ranks, exchange: _ring(row, rank, ranks, exchange, short=1)
 
@@ -244,6 +251,7 @@ class fast_all_reduce:
     mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
     rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
     one_size_for_4_and_8 = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 8.4 * r[3] * r[4])
+    size_of_lablib = lambda row, *r: (fastest_algorithm(row.nbytes, r[1], latency=r[3], bandwidth=r[4]), _fast(row, *r))
     rounds_of_lablib = lambda row, *r: (algorithm_rounds("ring_all_reduce", len(row), r[1]), _fast(row, *r))
     one_round_too_many = lambda row, r, n, swap, *_: _double(row, r, n, swap, rounds=n.bit_length())
     one_round_too_few = lambda row, r, n, swap, *_: _double(row, r, n, swap, rounds=n.bit_length() - 2)

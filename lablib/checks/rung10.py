@@ -33,6 +33,8 @@ __all__ = ["Job", "fast_all_reduce", "find_fault", "make_hook", "ring_all_reduce
 #: Ranks and elements: even, odd, fewer elements than ranks, two ranks, and one.
 _CASES = ((4, 8), (3, 10), (5, 7), (6, 31), (4, 3), (2, 9), (1, 5))
 _BASE = 100
+#: Functions that say who sends what, or which algorithm is faster.
+_LENT = {"algorithm_rounds", "ring_states", "fastest_algorithm", "crossover", "_reduce_scatter", "_all_gather"}
 
 
 class _Message(NamedTuple):
@@ -117,8 +119,8 @@ def ring_all_reduce(answer: Callable[..., Any]) -> str:
 
 
 def _borrowed(answer: Callable[..., Any]) -> tuple[str, bool]:
-    said = "The sums are right, and who sends what comes from `algorithm_rounds` of `lablib`: work it out yourself"
-    return said, any("algorithm_rounds" in name for name in getattr(answer, "called", ()))
+    lent = {name.rpartition(".")[2] for name in getattr(answer, "called", ()) if name.startswith("lablib.")} & _LENT
+    return f"The sums are right, and lablib's `{min(lent, default='')}` says how: work it out yourself", any(lent)
 
 
 def _drawn(ranks: int, numel: int, base: int) -> tuple[list[int], Tensor, list[Tensor]]:
@@ -129,8 +131,7 @@ def _drawn(ranks: int, numel: int, base: int) -> tuple[list[int], Tensor, list[T
 
 def _judge_sums(rows: list[Tensor], units: Tensor, messages: list[_Message], places: list[int]) -> None:
     ranks, numel = len(rows), len(units)
-    case = f"{ranks} ranks, {numel} elements"
-    shares = [(row / units).tolist() for row in rows]
+    case, shares = f"{ranks} ranks, {numel} elements", [(row / units).tolist() for row in rows]
     whole = sum(_BASE**rank for rank in range(ranks))
 
     def hold(value: Callable[[int], float], rel: float = 1e-6) -> bool:
@@ -391,8 +392,7 @@ def _judge_means(results: list[_Hooked], places: list[int], per_host: int, case:
 
 
 def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
-    hosts = ranks // per_host
-    events = [(rank, event) for rank, result in enumerate(results) for event in result.events]
+    hosts, events = ranks // per_host, [(rank, event) for rank, result in enumerate(results) for event in result.events]
     ops = {event.op for _, event in events}
     # A chunk may be padded to as many elements as there are ranks, and to no more.
     padded = 8 * sum(math.ceil(size / ranks) * ranks for size in results[0].buckets)
