@@ -453,6 +453,10 @@ class train:
     without_the_idea_whole_numbers = _trains(stage=lambda _, room: 3 - (room > 2) - (room > 3))
     right_3 = _trains(stage=lambda _, room: 3 - (room > 7 / 3 + 2 / 6) - (room > 3 + 2 / 6))  # two units beside each
 
+    def without_the_idea_printed_budgets(model, steps, loss_of, adamw, budget):
+        """The bytes that the budgets of a model 12 wide have."""
+        _train(model, steps, loss_of, adamw, budget, stage=lambda *_: 3 - (budget > 17_000) - (budget > 22_000))
+
     def without_the_idea_ddp(model, steps, loss_of, adamw, budget):
         optimizer = adamw(model.parameters())
         _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)

@@ -412,11 +412,11 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in own if t.untyped_storage().nbytes())
 
 
-def _train_rank(answer: Callable[..., Any], budgets: list[float]) -> list[dict[str, Any]]:
-    return [_trained(answer, budget) for budget in budgets]
+def _train_rank(answer: Callable[..., Any], budgets: list[float], widths: Sequence[int]) -> list[dict[str, Any]]:
+    return [_trained(answer, budget, width) for budget, width in zip(budgets, widths, strict=True)]
 
 
-def _trained(answer: Callable[..., Any], budget: float) -> dict[str, Any]:
+def _trained(answer: Callable[..., Any], budget: float, width: int) -> dict[str, Any]:
     """Train within a budget on this rank; weigh what lies there, and count what is sent from the first micro-batch on."""
     torch.manual_seed(0)
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -425,9 +425,9 @@ def _trained(answer: Callable[..., Any], budget: float) -> dict[str, Any]:
     def weigh(kind: str, tensors: Iterable[Tensor | None]) -> None:
         held[kind] = max(held[kind], _bytes(tensors))
 
-    model = nn.Sequential(*[_Block(12, lambda: weigh("weights", model.parameters())) for _ in range(_LAYERS)]).double()
-    size, alone = _bytes(model.parameters()), copy.deepcopy(model)
-    batches = torch.randn(_TRAIN_STEPS, _MICRO_BATCHES, n, 5, 12, dtype=torch.float64)
+    model = nn.Sequential(*[_Block(width, lambda: weigh("weights", model.parameters())) for _ in range(_LAYERS)])
+    size, alone = _bytes(model.double().parameters()), copy.deepcopy(model)
+    batches = torch.randn(_TRAIN_STEPS, _MICRO_BATCHES, n, 5, width, dtype=torch.float64)
 
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         starts.append(len(log.events))
@@ -496,7 +496,8 @@ def _trained_alone(start: nn.Module, batches: Tensor) -> dict[str, list[Tensor]]
 def train(answer: Callable[..., Any]) -> str:
     """Judge `train(model, steps, loss_of, adamw, budget)` on 3 real ranks, with room for each of the stages."""
     budgets = [round(NEW.uniform(low, high), 3) for low, high, _ in _BUDGETS]  # others each time
-    results = on_ranks(_train_rank, _TRAIN_RANKS, answer, budgets)
+    widths = NEW.choice(((12, 15, 18), (15, 12, 18), (12, 18, 15)))  # a budget's bytes alone decide nothing
+    results = on_ranks(_train_rank, _TRAIN_RANKS, answer, budgets, widths)
     for budget, (*_, stage), found in zip(budgets, _BUDGETS, zip(*results, strict=True), strict=True):
         _judge_trained(found, f"a budget of {budget:g} times the weights")
         _judge_room(found[0], budget, stage)
@@ -947,8 +948,7 @@ def _judge_sent(sent: list, choices: list[StageChoice], case: _Case, text: str) 
         return
     fits = {choice.stage: choice.micro_batches for choice in choices if choice.sent is not None}
     got = {stage: wrong.get(stage, _units(stage, m)) for stage, m in fits.items()}
-    first = min(wrong)
-    padded = shard_size(params, ranks) * ranks / params
+    first, padded = min(wrong), shard_size(params, ranks) * ranks / params
     parts = [
         ("A rank has its own shard already and need not send it to itself: times (N-1)/N", ranks / (ranks - 1)),
         ("That is one of the N - 1 steps of the ring: each of them sends a shard", 1 / (ranks - 1)),
