@@ -67,6 +67,10 @@ class bytes_per_parameter:
         held = {"weights": BYTES[weights], "gradients": sizes[0], "accumulation": sum(sizes[1:]), "master": 4 * master}
         return dataclasses.replace(recipe("fp32"), **held).bytes_per_param(optimizer)
 
+    def without_the_idea_a_table(weights, gradients, master, optimizer):
+        """Rows of what lablib said beforehand, up to two buffers of gradients."""
+        return bytes_per_parameter.right(weights, gradients, master, optimizer) if len(gradients) < 3 else 16
+
     def right_2(weights, gradients, master, optimizer):
         """In bits, with numpy, and divided at the end."""
         bits = np.array([BYTES[dtype] for dtype in (weights, *gradients)]).sum() * 8 + master * 32
@@ -104,7 +108,7 @@ def _search(order=None, share=None, clear=True, lasting=True, loss_of=sum, fresh
                 if clear:
                     optimizer.zero_grad()
             else:
-                passes(batch, 1, True)
+                losses.append(passes(batch, 1, True))
             choices = choices[choices.index(choice):]  # fmt: skip
             optimizer.step()
             optimizer.zero_grad()
@@ -120,6 +124,9 @@ class train_within:
     without_the_idea_the_least_of_everything = _search([(1, True)])
     without_the_idea_the_least_without_replays = _search([(1, False), (1, True)])
     recomputes_first = _search([(size, again) for size in range(6, 0, -1) for again in (False, True)])
+    never_tries_one = _search([(size, again) for again in (False, True) for size in range(6, again < 1, -1)])
+    under_autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(_search())
+    without_the_idea_four_constants = _search([(6, False), (3, False), (2, False), (2, True)])
     halves_the_batch = _search([(size, again) for again in (False, True) for size in (6, 3, 1)])
     step_of_a_gpu = _search(foreach=True)
     sums_the_micro_batches = _search(share=lambda part, parts: 1)
@@ -491,7 +498,9 @@ SENTENCES = {
     "other_betas": "Leave betas", "run_with_fp32_gradients_in_the_optimizer": "not 12 in all",
     "with_an_fp32_sum": "lets them go", "with_six_for_a_master_copy": "A master copy is fp32", "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
     "run_with_a_buffer_of_gradients": "Megatron's buffer", "run_that_keeps_logits_in_both_dtypes": "no bf16 value",
-    "no_care": "inside of the optimizer's step", "one_sequence_at_a_time": "passes, and",
+    "no_care": "without that it fits", "one_sequence_at_a_time": "passes, and",
+    "never_tries_one": "without that it fits", "without_the_idea_four_constants": "without that it fits",
+    "without_the_idea_a_table": "This mistake is not one", "under_autocast": "in fp32",
     "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
     "retries_inside_the_except_clause": "inside of the except clause", "sums_the_micro_batches": "times those of the whole batch",
     "all_micro_batches_alike": "counts by its sequences", "keeps_what_an_attempt_left": "an attempt that stopped",
