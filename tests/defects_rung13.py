@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from lablib.calc.models import Router
-from lablib.calc.parallel import chance_met
+from lablib.calc.parallel import chance_met, dispatch_bytes
 from lablib.toys.expert_parallel import TopKRouter, average_gradients
 from tests.planted import asked, listed, told
 
@@ -144,6 +144,7 @@ class expert_bytes:
         _bytes,
         once=lambda experts, k, ep, per_node: (ep / per_node - 1) * chance_met(experts * per_node // ep, experts, k),
     )
+    by_lablibs_ways = asked(_bytes, across=lambda k, ep, per_node: dispatch_bytes(1, k, 1, ep // per_node, value=1) / 4)
     every_node = asked(_bytes, once=lambda ep, per_node: ep // per_node - 1)
 
     def own_node_too(tokens, size, experts, k, ep, per_node):

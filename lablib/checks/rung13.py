@@ -204,7 +204,7 @@ def expert_bytes(answer: Callable[..., Mapping[str, float]], seed: int = 13) -> 
         for key in _KEYS:
             if not close_bytes(got[key], truth[key]):
                 _explain_bytes(key, float(got[key]), truth[key], case)
-    _in_own_lines(answer, "chance_met", "routed_bytes")
+    _in_own_lines(answer, "chance_met", "dispatch_bytes", "routed_bytes")
     return f"{len(cases)} layers: what stays in the node, what leaves it, and what is left if a node is sent one copy."
 
 
