@@ -239,6 +239,12 @@ def _zero_bubble(stage, **options):
     return ScheduleInterleavedZeroBubble([stage], **options)
 
 
+def _warmed(stage, warmups, **options):
+    pipeline = Schedule1F1B(stage, **options)
+    pipeline._num_stages = stage.stage_index + warmups[stage.stage_index]  # it runs the difference in front
+    return pipeline
+
+
 #: The models that every call of the check has.
 _SEEN = [uneven_model(seed)[1] for seed in (6, 7, 8)]
 
@@ -255,6 +261,8 @@ class train_in_stages:
     deals_layers_out = _in_stages(
         part=lambda model, _, *ends: _solution.Part(model, range(dist.get_rank(), len(model.layers), 3), *ends)
     )
+    warms_up_alike = _in_stages(made=lambda stage, **how: _warmed(stage, (3, 3, 3), **how))
+    warms_up_too_little = _in_stages(made=lambda stage, **how: _warmed(stage, (2, 1, 1), **how))
     in_one_piece = _in_stages(made=ScheduleGPipe, n_microbatches=1)
     divides_by_m_twice = _in_stages(loss_over="m")
     never_divides = _in_stages(scale_grads=False)
@@ -530,6 +538,8 @@ SENTENCES = {
     "one_micro_batch_at_a_time": "one rank works at a time",
     "in_one_piece": "in larger pieces",
     "in_smaller_pieces": "in smaller ones",
+    "warms_up_alike": "1F1B p - i = 2: go backward",
+    "warms_up_too_little": "1F1B p - i = 3: with fewer it waits",
     "leaves_out_a_layer": "it is left out",
     "two_forwards_later": "at most p - i = 1 ahead",
     "two_ranks_change_places": "stage 1 runs on rank 2",

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lablib.calc.schedules import (
@@ -226,29 +225,27 @@ class Layer(nn.Module):
 
     Attributes:
         rows: Sequences of the largest forward; 0 if it has not run.
-        most: Most forwards whose backward was still to come.
+        most: Most forwards whose gradient was still to come.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(_HIDDEN), nn.Linear(_HIDDEN, width), nn.Linear(width, _HIDDEN)
         self.rows = self.most = self._later = 0
-        self._held: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._held: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the stream with what this layer adds."""
-        call = _Call()  # lives as long as autograd keeps a tensor of this forward
-        self._held.add(call)
+        call, told = nn.Identity(), str(x.detach())  # lives with this forward's graph; the same where it is run again
+        self._held[told] = call
         graph = torch.is_grad_enabled()
         self._later -= graph and self._later > 0  # a forward without a graph is run again for its backward
         self.rows, self.most = max(self.rows, len(x)), max(self.most, len(self._held) + self._later)
         self._later += not graph
-        with saved_tensors_hooks(lambda tensor: (call, tensor), lambda kept: kept[1]):
-            return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
-class _Call:
-    pass
+        y = x + self.down(functional.gelu(self.up(self.norm(x))))
+        if y.requires_grad:
+            y.register_hook(lambda _, call=call: self._held.pop(told, None) and None)
+        return y
 
 
 class UnevenModel(nn.Module):
@@ -361,7 +358,9 @@ def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int, talks: Sequence[b
     """Return the longest stage and the best one, if every layer ran on one rank, by micro-batches, as in 1F1B."""
     p, count = len(ran), len(times["layers"])
     where, homes = f"{p} ranks, m={m}", [[rank for rank in range(p) if k in ran[rank]] for k in range(count)]
-    most = max((most for layers in ran for _, most in layers.values()), default=0)
+    held = [max((most for _, most in layers.values()), default=p - rank) for rank, layers in enumerate(ran)]
+    odd = next((rank for rank in range(p) if held[rank] != p - rank), 0)
+    why = "go backward as soon as there is a gradient" if held[odd] > p - odd else "with fewer it waits in every round"
     largest = max((rows for layers in ran for rows, _ in layers.values()), default=0)
     shared = max(range(count), key=lambda k: len(homes[k]))
     lost = min(range(count), key=lambda k: len(homes[k]))
@@ -377,8 +376,8 @@ def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int, talks: Sequence[b
         ("A rank sends and gets nothing, and in a pipeline stages hand on what they computed", not all(talks)),
         (f"The largest piece that a rank computes has {largest} sequences, and each of the m micro-batches has 2: in larger "
          "pieces stages wait longer, in smaller ones they send more messages", largest != 2),
-        ("One micro-batch is finished before the next begins, so one rank works at a time", most == 1),
-        (f"A rank holds {most} micro-batches, and 1F1B at most {p}: go backward as soon as there is a gradient", most > p),
+        ("One micro-batch is finished before the next begins, so one rank works at a time", max(held) == 1),
+        (f"Rank {odd} holds {held[odd]} micro-batches at most, and 1F1B p - i = {p - odd}: {why}", held[odd] != p - odd),
     )  # fmt: skip
     sizes, (best, equal, no_head) = [len(layers) for layers in ran], _cuts(times, p)
     mine, right = _longest(times, sizes), _longest(times, best)
