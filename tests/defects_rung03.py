@@ -542,14 +542,14 @@ def _seen(job, model):
     return seen, loss.item()
 
 
-def _differences(job, group):
+def _differences(job, group, off=lambda truth, value: (value - truth).norm() / truth.norm()):
     """How far this rank is off, by place and relative to one process."""
     (whole, loss), (mine, here) = _seen(job, job.whole()), _seen(job, job.split(group))
     found = {}
     for (place, truth), (_, value) in zip(whole, mine, strict=True):
         if truth.shape != value.shape:
             truth = truth.chunk(group.size(), -1)[group.rank()]
-        found[place] = ((value - truth).norm() / truth.norm()).item()
+        found[place] = off(truth, value).item()
     return found, abs(here - loss) / loss
 
 
@@ -559,9 +559,9 @@ def _of_all(mine, group):
     return found
 
 
-def _finding(pick=lambda places: places[0], above=1e-3, ways=("forward", "backward"), ranks=None):
+def _finding(pick=lambda places: places[0], above=1e-3, ways=("forward", "backward"), ranks=None, **how):
     def answer(job, group):
-        found = _of_all(_differences(job, group)[0], group)
+        found = _of_all(_differences(job, group, **how)[0], group)
         places = [p for p in found[0] if p[1] in ways and any(off[p] > above for off in found)]
         if not places:
             return None
@@ -609,6 +609,7 @@ class find_fault:
     forward_alone = _finding(ways=("forward",))
     gradients_first = _finding(ways=("backward",))
     to_the_last_digit = _finding(above=0)
+    value_by_value = _finding(above=1e-5, off=lambda a, b: ((b - a).abs() / a.abs()).max())  # of values near zero, too
     too_coarse = _finding(above=0.5)
     each_rank_for_itself = lambda job, group: next(
         ((*place, [group.rank()]) for place, off in _differences(job, group)[0].items() if off > 1e-3), None
@@ -674,7 +675,7 @@ SENTENCES = {
     "first_rows_of_heads": "are not whole heads", "last_row_first": "are not whole heads",
     "a_list_for_query_heads": "would cut through a query head", "up_for_inner": "hands on right values",
     "short_for_the_way": "Return None for a healthy job", "no_name_of_the_job": "or no module",
-    "forward_alone": "backward has faults of its own", "to_the_last_digit": "of a job that is healthy",
+    "forward_alone": "backward has faults of its own", "to_the_last_digit": "that is healthy", "value_by_value": "a norm below",
     "each_rank_for_itself": "Ranks say different", "between_ranks_alone": "You find nothing", "the_last_one": "wrong already",
     "all_ranks_always": "compare each rank's values", "gradients_first": "The fault is in forward",
     "refuses_copies": "(ranks may hold copies of a key head), and your answer raises a ValueError in line",

@@ -92,6 +92,8 @@ class apply_fsdp:
     in_fp16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.float16, torch.float32))
     policies_swapped = lambda *case: _wrap(*case, policy=_FP32 if case[3] else _BF16, full=_BF16)
     one_axis = lambda model, mesh, most, fp32: _wrap(model, None, most, fp32)
+    axes_swapped = lambda m, a, *b: _wrap(m, type(a)("cpu", a.mesh.T, mesh_dim_names=a.mesh_dim_names), *b)
+    tables_untied = lambda m, *b: setattr(h := _parts(m)[-1], "weight", nn.Parameter(h.weight.clone())) or _wrap(m, *b)
 
     def cast_before(model, mesh, most, fp32):
         _wrap(model.bfloat16(), mesh, most, fp32)
@@ -266,6 +268,13 @@ class write_checkpoint:
     def in_place(disk, rank, ranks, step, state, barrier):
         disk.write(f"step-{step}/rank-{rank}", {**state, "step": step})
         barrier()
+
+    a_file_and_no_folder = lambda d, r, n, s, *rest: [
+        d.write(f"f{r}", rest[0] | {"step": s}),
+        rest[1](),
+        r or d.rename("f0", f"step-{s}"),
+    ]
+    renames_what_is_not_there = lambda disk, rank, ranks, step, *rest: rank or disk.rename("elsewhere", f"step-{step}")
 
     def behind_the_disk(disk, rank, ranks, step, state, barrier):
         disk._world.files[f"step-{step}/rank-{rank}"] = {**state, "step": step}
@@ -520,7 +529,8 @@ SENTENCES = {
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends",
     "the_last_publishes": "one rank renames, once", "two_may_see_that_all_are_whole": "one rank renames, once",
-    "zeros_before_the_step": "is to be", "state_under_model": "under 'model'",
+    "zeros_before_the_step": "is to be published. Any other folder",
+    "axes_swapped": "all axes in", "tables_untied": "to stay one", "a_file_and_no_folder": "file 'step-", "renames_what_is_not_there": "not there.", "state_under_model": "under 'model'",
     "without_the_idea_by_heart": "not freed after",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lablib.toys.recompute as course
-from lablib.checks.rung09 import best_choice, jobs, moments
+from lablib.checks.rung09 import best_choice, extra_flops, jobs, moments
 from tests.planted import listed
 
 
@@ -293,6 +293,7 @@ class keep_within:
     other_masks = _saving(_by_price, preserve_rng_state=False)
     random_numbers_of_the_trial_gone = _saving(_by_price, fork=False)
     inputs_of_blocks_forgotten = _saving(_by_price, inputs=False)
+    input_of_the_model_counted = lambda model, x, limit: _saving(_by_price)(model, x, limit - x.nbytes)
     activations_saved_too = _saving(_by_price, also=[torch.ops.aten.tanh.default])
     without_the_idea_first_come = _saving(lambda number, inner, size: number)
     without_the_idea_the_largest = _saving(lambda number, inner, size: -size)
@@ -453,6 +454,7 @@ class choose:
     least_bytes = lambda job: _choose(job, key=lambda choice: choice[1])
     any_length_of_segment = lambda job: _choose(job, key=lambda choice: choice[2])
     without_the_idea_the_checks_own_list = lambda job: best_choice(job)
+    asks_the_check_for_flops = lambda job: (c := _choose(job)) and c | {"extra": extra_flops(job, c["strategy"])}
     without_the_idea_end_of_forward = _peak(lambda job, kind, n, forward, replay: forward)
     without_the_idea_the_replay_alone = _peak(
         lambda job, kind, n, forward, replay: forward if kind == "none" else replay
@@ -553,6 +555,7 @@ SENTENCES = {
     "all_but_two": "All but the last may run again",
     "other_masks": "the replay needs forward's random numbers",
     "inputs_of_blocks_forgotten": "the inputs of blocks count too",
+    "input_of_the_model_counted": "would do, and",
     "activations_saved_too": "and so does each output that you save",
     "without_the_idea_first_come": "of two outputs of as many bytes keep",
     "without_the_idea_the_largest": "of two outputs of as many bytes keep",
@@ -579,6 +582,7 @@ SENTENCES = {
     "seeds_forward_and_replay": "save that state, and seed nothing",
     "without_the_idea_the_checks_own_list": "This asks the check",
     "without_the_idea_looks_inside": "This asks the check",
+    "asks_the_check_for_flops": "This asks the check",
     "inherited_from_pytorch": "PyTorch's own checkpoint",
     "borrowed_from_pytorch": "PyTorch's own checkpoint",
     "around_that_of_pytorch": "own operators are in the graph",

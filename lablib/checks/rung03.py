@@ -780,8 +780,8 @@ def _judge_job(said: tuple[str, str, list[int]] | None, kind: str, place: int, r
     way = "backward" if kind == "not summed back" else "forward"
     if said is None or not kind:
         refuse("",
-            (lambda: f"You name `{said[0]}` of a job that is healthy: sums in another order differ by less than 1e-5 of the "
-             "values here, and a fault by more than 1e-3", said is not None),
+            (lambda: f"You name `{said[0]}` of a job that is healthy: its differences from one process have a norm below 1e-5 of "
+             "the values' norm, as sums in another order make, and a fault one above 1e-3", said is not None),
             ("You find nothing in a job whose outputs are all those of one process: backward has faults of its own, so compare "
              "gradients as well", kind and way == "backward"),
             (f"You find nothing in a job in which a module of rank {ranks[0]} returns other values than one process", kind),

@@ -182,7 +182,7 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "left": [name for name, p in named.items() if not isinstance(p, DTensor)],
         "stored": {name for name, p in named.items() if p.dtype != whole.get(name, p.dtype)},
-        "elsewhere": [name for name, p in named.items() if isinstance(p, DTensor) and p.device_mesh.ndim != mesh.ndim],
+        "elsewhere": [n for n, p in named.items() if not getattr(p, "device_mesh", mesh).mesh.equal(mesh.mesh)],
         "rootless": not isinstance(model, FSDPModule),
         "frozen": [name for name, p in named.items() if not p.requires_grad],
     }
@@ -206,7 +206,8 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
         "gathers": log.calls["all_gather"],
         "units": log.calls["reduce_scatter"],
         "reduced": sum(e.bytes for e in log.events if e.op == "reduce_scatter") / right.numel(),  # bytes a value
-        "off": ((torch.cat([g.flatten() for g in got]) - right).norm() / right.norm()).item(),
+        "more": (more := sum(g.numel() for g in got) - right.numel()),
+        "off": more or ((torch.cat([g.flatten() for g in got]) - right).norm() / right.norm()).item(),
     }
 
 
@@ -246,12 +247,10 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
         case,
         (lambda: f"The shards of {min(seen['stored'])} have another dtype than the parameter had: the policy casts what is "
          "gathered, and fp32 shards are the master weights", seen["stored"]),
-        (lambda: f"{seen['left'][0]} is in no unit, so that FSDP neither shards nor reduces it: the call for the model comes "
-         "last, and takes what is left", seen["left"]),
-        ("The call for the model itself comes last: without it each unit takes itself for the root, and torch stops or keeps what "
-         "it should free", seen["rootless"]),
-        (lambda: f"{seen['elsewhere'][0]} is not sharded over the `mesh` that is given: over one axis of it replicas are never "
-         "averaged, and without it there are none", seen["elsewhere"]),
+        (lambda: f"{seen['left'][0]} is in no unit, neither sharded nor reduced: the call for the model comes last", seen["left"]),
+        ("The call for the model itself comes last: without it each unit takes itself for the root", seen["rootless"]),
+        (lambda: f"{seen['elsewhere'][0]} is not sharded over the `mesh` given, all axes in their order", seen["elsewhere"]),
+        (lambda: f"The model has {seen['more']:+,} values now: two names of one matrix are to stay one", seen.get("more")),
         (lambda: f"{seen['frozen'][0]} was to be trained, and does not ask for a gradient any more", seen.get("frozen")),
         ("Embedding and head are one matrix here, and a parameter belongs to one unit: torch stops. Leave both to the root, "
          "or give both in one list", "is shared" in seen.get("stopped", "")),
@@ -475,7 +474,8 @@ class Disk(Sealed):
         """Rename a file or a folder at once; the new name must be free."""
         files, old, new = self._world.files, os.path.normpath(old), os.path.normpath(new)
         if not _inside(files, old):
-            raise Wrong(f"Rank {self._rank} renames {old!r}, which is not there; one rank renames, once.")
+            once = "; one rank renames, once" * any(_inside(files, new))
+            raise Wrong(f"Rank {self._rank} renames {old!r}, which is not there{once}.")
         if _inside(files, new):
             raise Wrong(f"Rank {self._rank} renames {old!r} to {new!r}, which exists already.")
         for path in _inside(files, old):
@@ -561,7 +561,7 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
     early = [folder for folder in found if folder not in ("step-40", f"step-{step}")]
     refuse("",
         (lambda: f"{early[0]!r} begins with step-, so a job that resumes takes it for whole, and step-{step} is to be published. "
-         "Give a folder that you write aside another kind of name", early),
+         "Any other folder needs another kind of name", early),
         ("There is a moment without any checkpoint: the old one must stay until the new one is published", not found),
     )  # fmt: skip
     for folder, content in found.items():
@@ -572,7 +572,7 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
         refuse("",
             (f"There is a moment when {folder} is visible and half written. Write aside, wait for all, then rename",
              _TORN in content.values()),
-            (f"{folder} holds {''.join(strangers[:1])!r}, and the file of a rank is called {missing!r}",
+            (f"There is a file {'/'.join([folder, *strangers[:1]]).rstrip('/')!r}, and that of a rank is called {missing!r}",
              strangers and absent and ranks in (len(absent), len(_on_disk(content, ranks, step)))),
             (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
              "be cleared before anybody writes", lost & set(absent)),

@@ -221,9 +221,11 @@ def _sentences(case: Case, mine: Candidate, published: float | None, best: Candi
     m = layout.num_microbatches(case.run.global_batch)
     if seconds["bubble"] > LARGE_BUBBLE * (mine.step - seconds["bubble"]):
         chunks = "" if layout.virtual_stages == 1 else f" of {layout.virtual_stages} chunks"
+        finer = m % layout.pp == 0 and (layout.virtual_stages + 1) * layout.pp <= case.run.model.num_layers + 2
+        helps = ["fewer stages"] + ["smaller micro-batches"] * (layout.micro_batch > 1) + ["more chunks"] * finer
         found.append(
             f"{m} micro-batches for {layout.pp} stages{chunks} leave the pipeline idle for "
-            f"{seconds['bubble'] / mine.step:.0%} of the step: fewer stages, smaller micro-batches or more chunks."
+            f"{seconds['bubble'] / mine.step:.0%} of the step: {' or '.join(helps)}."
         )
     if layout.zero == 3 and seconds["dp"] > LARGE_SHARE * mine.step:
         found.append(
@@ -231,12 +233,9 @@ def _sentences(case: Case, mine: Candidate, published: float | None, best: Candi
             "communication that compute does not hide; larger micro-batches, or zero=1 with tp and pp."
         )
     again = {"full": "a whole forward", "selective": "attention"}.get(layout.recompute)
-    held = mine.total_memory
-    if again and held < 0.6 * capacity:
-        found.append(
-            f"It recomputes {again} and uses {held / 1e9:.0f} of {capacity / 1e9:.0f} GB: there may be room to "
-            "recompute less."
-        )
+    if again and (held := mine.total_memory) < 0.6 * capacity:
+        room = f"uses {held / 1e9:.0f} of {capacity / 1e9:.0f} GB: there may be room to recompute less."
+        found.append(f"It recomputes {again} and {room}")
     if mine.step > best.step * 1.0001:
         slowest = max(seconds, key=lambda part: seconds[part] - best.seconds[part])
         found.append(f"What the planner gains most on is {PART_NAMES[slowest]}. {reason_against(best, mine)}")
