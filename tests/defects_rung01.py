@@ -295,6 +295,7 @@ class find_surplus:
     never_grows = lambda job: (found := _over(job)) and (*found[:2], False)
     always_grows = lambda job: (found := _over(job)) and (*found[:2], True)
     counts_steps_from_one = lambda job: (found := _over(job)) and (found[0], found[1] + 1, found[2])
+    names_the_last_step = lambda job: (found := _over(job)) and (found[0], job.steps - 1, found[2])
     where_it_was_made = lambda job: (found := _over(job)) and ("forward" if found[2] else found[0], *found[1:])
 
     def right(job):
@@ -508,10 +509,10 @@ SENTENCES = {
     "without_the_idea_the_least_of_everything": "without that it fits", "recomputes_first": "without that it fits",
     "without_the_idea_the_least_without_replays": "passes, and", "halves_the_batch": "passes, and",
     "sets_the_capacity": "the memory that it has", "tries_for_ever": "never ends",
-    "steps_after_each_part": "18 steps for 3", "without_the_idea_between_steps": "it is not 'clear'", "any_difference": "Both ranks accuse",
+    "steps_after_each_part": "18 steps for 3 batches (", "without_the_idea_between_steps": "at its end or at its most.", "any_difference": "Both ranks accuse",
     "without_the_idea_held_alone": "read the peak of each part", "without_the_idea_of_another_rank": "Both ranks accuse",
     "every_job_is_well": "", "the_first_rank_is_ill": "accused", "never_grows": "more and more", "always_grows": "does not grow",
-    "counts_steps_from_one": "has the number 0", "where_it_was_made": "alive until backward anyway",
+    "counts_steps_from_one": "has the number 0", "names_the_last_step": "not from 5.", "where_it_was_made": "alive until backward anyway",
     "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
     "run_always_eager": "whose loss it is", "run_always_megatron": "at the loss a logit has 12",

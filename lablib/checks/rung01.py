@@ -231,7 +231,7 @@ class _Task:
         blocks = list(model.blocks)  # an answer may put others around them
         data = list(torch.randint(VOCAB, (BATCHES, SEQUENCES, self.seq + 1)))[:batches]
         device = Device(self.capacity, sum(p.nbytes for p in model.parameters()))
-        found = SimpleNamespace(gradients=[], counts=2 * [(0, 0)], in_step=False, full="", settings=set(), passes=0)
+        found = SimpleNamespace(gradients=[], counts=2 * [(0, 0)], in_step=0, cut=0, full="", settings=set(), passes=0)
 
         def counted(*_: object) -> None:
             found.passes += 1
@@ -240,7 +240,7 @@ class _Task:
 
         def before(optimizer: torch.optim.Optimizer, args: tuple, more: dict) -> tuple[tuple, dict]:
             losses = [closure() for closure in (*args[1:], *more.values()) if closure]  # before the step itself
-            device._aside, found.in_step = True, True
+            device._aside, found.cut, found.in_step = True, found.cut or found.in_step, True
             found.gradients += [torch.cat([(p * 0 if p.grad is None else p.grad).ravel() for p in model.parameters()])]
             found.settings |= {(g["eps"], g["weight_decay"], *g["betas"]) for g in optimizer.param_groups}
             found.counts.append((found.passes, sum(block.runs for block in blocks)))
@@ -347,7 +347,7 @@ def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> 
          "more sequences fitted", got.full and done),
         (f"The device is full, {got.full}, in the first step: catch the error and take less, or measure before. What an attempt "
          "made is alive while a name such as `loss` has it, and inside of the except clause its frames do", got.full),
-        (f"AdamW begins {done} steps for {BATCHES} batches; one that stops halfway has changed moments already", done != BATCHES),
+        (f"AdamW begins {done} steps for {BATCHES} batches{'; one that stops halfway has changed moments' * got.cut}", done != BATCHES),
         ("Leave betas, `eps` and `weight_decay` of AdamW at their defaults, for all weights", got.settings != {(1e-8, 0.01, 0.9, 0.999)}),
     )  # fmt: skip
     for step, (mine, true) in enumerate(zip(got.gradients, right.gradients, strict=True)):
@@ -501,10 +501,10 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
 def _judge_surplus(kind: str, since: int, part: str, step: int, grows: bool) -> None:
     refuse(
         "",
-        (f"The rank is right, and it holds more from step {since} on, not from {step}: the first step has the number 0",
-         step != since),
-        (f"Rank and step are right, and it is not {part!r} in which this rank first holds more, at its end or at its most. What "
-         "forward makes is alive until backward anyway: who keeps it is seen there", part != _PARTS[kind]),
+        (f"The rank is right, and it holds more from step {since} on, not from {step}"
+         + ": the first step has the number 0" * (step == since + 1), step != since),
+        (f"Rank and step are right, and it is not {part!r} in which this rank first holds more, at its end or at its most"
+         + ". What forward makes is alive until backward anyway" * ((kind, part) == ("outputs", "forward")), part != _PARTS[kind]),
         ("Every step adds to it: what the steps leave gets more and more", kind in _GROWING and not grows),
         ("It does not grow: what the steps that follow leave is no more, or nothing", kind not in _GROWING and grows),
     )  # fmt: skip
