@@ -522,7 +522,7 @@ def _clusters(seed: int) -> list[Case]:
     found = [CASES["llama-405b"]]
     for name in _ROWS:
         run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
-        if name == _ROWS[-1]:  # another depth and length fit with other stages and another recomputation, and never with none
+        if name == _ROWS[-1]:  # other depths and lengths want other stages, and another recomputation than none
             more, depth = NEW.randint(2, 8), 16 * NEW.choice((4, 5, 6, 7, 9, 10, 11, 12))
             batch = 64 * more * NEW.randint(2, 16)  # so that chunks are possible in 16 stages
             model = replace(run.model, num_layers=depth, max_positions=4096)
