@@ -57,7 +57,7 @@ SHARES = {
         "8,192 tokens they are": (12 * 32 * 8192 * 4096, 6 * 8.03e9),
         "and not the look-up, is": (12 * 32 * 8192 * 4096 - 6 * 128_256 * 4096, 6 * 8.03e9),
     },
-    "map_of_parallelism": {"Twice the cost buys": (1 / (0.02 + 0.98 / 128) - 1 / (0.02 + 0.98 / 64), 1 / (0.02 + 0.98 / 64))},
+    "map_of_parallelism": {"Twice the GPUs buy": (1 / (0.02 + 0.98 / 128) - 1 / (0.02 + 0.98 / 64), 1 / (0.02 + 0.98 / 64))},
     "02_data_parallelism": {
         "tokens per rank,": (2 * F / (6 * 174.6e9), 2048),
         "ranks it grows by": (63 / 64 - 7 / 8, 7 / 8),
