@@ -159,6 +159,11 @@ class split_mlp:
         return reduce_from_tp(whole / group.size(), group) + down_bias
 
     without_the_idea_a_mask_on_the_whole_product = _behind(F.linear)
+
+    def without_the_idea_zeros_in_whole_matrices(x, up, up_bias, *others):
+        mask = torch.arange(len(up)) // (len(up) // others[-1].size()) == others[-1].rank()
+        return _half(x, up * mask.unsqueeze(1), up_bias * mask, *others, cut=lambda size, _: slice(size))
+
     # No matrix product that a counter of those would see.
     without_the_idea_a_mask_on_the_product_value_by_value = _behind(lambda x, a: (x.unsqueeze(-2) * a).sum(-1))
     without_the_idea_a_mask_token_by_token = _behind(lambda x, a: torch.stack([a.mv(z) for z in x.flatten(0, -2)]))
@@ -485,10 +490,20 @@ class write_plan:
         layouts = {"input_layouts": replicate, "output_layouts": shard(-1)}
         return _plan(out=styles.RowwiseParallel(**layouts, use_local_output=False))
 
-    def rows_before_columns(model):
+    def rows_before_columns(model, left_out=()):
         styles, replicate, _ = _styles()
         rows = styles.RowwiseParallel(input_layouts=replicate)
-        return _plan(column=rows, row=styles.ColwiseParallel(output_layouts=replicate))
+        return _plan(column=rows, row=styles.ColwiseParallel(output_layouts=replicate), left_out=left_out)
+
+    rows_first_and_whole_heads = lambda model: write_plan.rows_before_columns(model, ("attn.q_norm", "attn.k_norm"))
+
+    def norms_of_gathered_tokens(model):
+        """Right, and a half sums in backward where it could scatter."""
+        styles, replicate, shard = _styles()
+        layouts = {"input_layouts": shard(1), "desired_input_layouts": replicate}
+        gathering, once = styles.PrepareModuleInput(**layouts, use_local_output=True), _once(replicate)
+        new = {"ln1": gathering, "ln2": gathering, "attn": once, "mlp": once}
+        return _plan(tokens=True) | {f"layers.*.{name}": style for name, style in new.items()}
 
     def rows_that_take_full_inputs(model):
         """The local columns are taken for all of the input, and cut again."""
@@ -646,26 +661,28 @@ SENTENCES = {
     "counts_the_ranks_of_the_job": "as when parts are counted over the ranks of the whole job",
     "its_own_rank_of_the_job": "as when parts are counted over the ranks of the", "unequal_shares": "on rank 0 2 of the",
     "without_the_idea_all_compute_all_and_average": "rows of `up` have a gradient. Each rank takes",
-    "without_the_idea_a_mask_on_the_whole_product": "as when the part is taken behind the product",
-    "without_the_idea_a_mask_on_the_product_value_by_value": "as when the part is taken behind the product",
-    "without_the_idea_a_mask_on_sparse_ones": "behind the product", "a_name_in_two": "', 'inner')` is a whole half, or no",
-    "without_the_idea_a_mask_token_by_token": "behind the product", "sum_before_the_second_matrix": "taken behind the second",
+    "rows_first_and_whole_heads": "in the middle of a half", "norms_of_gathered_tokens": "does not take them so by its",
+    "without_the_idea_zeros_in_whole_matrices": "as when it multiplies by all of a matrix",
+    "without_the_idea_a_mask_on_the_whole_product": "as when it multiplies by all of a matrix",
+    "without_the_idea_a_mask_on_the_product_value_by_value": "as when it multiplies by all of a matrix",
+    "without_the_idea_a_mask_on_sparse_ones": "all of a matrix", "a_name_in_two": "', 'inner')` is a whole half, or no",
+    "without_the_idea_a_mask_token_by_token": "all of a matrix", "sum_before_the_second_matrix": "taken behind the second",
     "no_gradient_through_the_sum": "on rank 0 0 of", "x_detached": "backward sends nothing", "nothing_in_the_sum": "0 of the",
     "without_the_idea_data_parallel": "Forward is right, and on rank 0 ", "whole_and_no_relu": "The ReLU is missing",
     "without_the_idea_the_last_rank_alone": "on rank 0 0 of the", "twice_as_much_behind_rank_0": "return different ones",
     "rows_first_and_a_sum_before_the_relu": "parts of sums, which must be added before the ReLU",
     "without_the_idea_no_copy_is_summed": "its gradient is off by ", "without_the_idea_asks_the_toy": "ready-made",
-    "without_the_idea_every_rank_sums": "which holds other key heads", "out_by_inputs": "`out` is split by inputs",
+    "without_the_idea_every_rank_sums": "which holds other key heads", "out_by_inputs": "for `out` split by inputs",
     "without_the_idea_queries_are_summed_over_all_copies_but_mine": "which holds other key heads",
     "strided_where_it_does_not_come_out": "a rank holds at most max(1, num_kv_heads/tp) of them, and one each, 6 in all",
     "a_slip_that_raises_a_value_error": "`queries, keys = _even(*case)[0]`: too many values to unpack",
     "every_key_head_everywhere": "holds 4 key heads; 2 do for neighbouring queries",
     "keys_and_values_beside_the_queries": "names ranks that do not exist", "fetches_every_part": "a rank sends",
-    "without_the_idea_an_empty_plan": "No weight is split: each rank holds all", "out_is_not_told_of_tokens": "is not told by",
+    "without_the_idea_an_empty_plan": "No weight is split: each rank holds all", "out_is_not_told_of_tokens": "does not take them so",
     "without_the_idea_tokens_and_no_weights": "No weight is split", "without_the_idea_asks_lablib": "ready-made",
-    "without_the_idea_gathers_after_each_layer": "gathered that what follows wants split",
+    "without_the_idea_gathers_after_each_layer": "gathered or summed in the middle of a half",
     "one_layer_only": "holds all of `layers.1.attn.wq.weight`", "names_of_another_model": "`layers.*.attention.q` names no",
-    "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "gather it each",
+    "each_reader_sums": "sums the gradient of it by itself", "each_reader_gathers": "by each reader of an input",
     "forgets_the_norm_of_heads": "only a part of the gradient of `layers.0.attn.q_norm.weight`",
     "forgets_a_norm_of_tokens": "only a part of the gradient of `layers.0.ln2.weight`",
     "local_logits": "plain tensors of 24 columns", "sums_the_logits": "have all 48 columns",

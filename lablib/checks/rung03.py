@@ -232,8 +232,8 @@ def _judge_mlp_parts(results: list[dict], values: list[Tensor], tp: int) -> None
     refuse(
         "",
         ("Two ranks use the same rows of `up`: every inner value belongs to one rank", not torch.stack(held).any(0).all()),
-        (f"Forward is right, and a rank computes {most:,} FLOPs where its part of both matrices takes {own:,}, as when the "
-         "part is taken behind the product", most > 1.5 * own),  # a mask is no second product
+        (f"Forward is right, and a rank computes {most:,} FLOPs where its part of both matrices takes {own:,}, as when it "
+         "multiplies by all of a matrix", most > 1.5 * own),  # a mask is no second product
     )  # fmt: skip
 
 
@@ -603,11 +603,11 @@ def write_plan(answer: Callable[[nn.Module], dict]) -> str:
     sent = [max(got["sent"][way] for got in results) for way in (0, 1)]
     refuse(
         "",
-        (f"Right, but forward sends {sent[0]:,.0f} bytes and {allowed:,.0f} will do, as when something is gathered that what "
-         "follows wants split, readers of one input gather it each, or `out` is split by inputs", sent[0] > allowed * 1.001),
+        (f"Right, but forward sends {sent[0]:,.0f} bytes and {allowed:,.0f} will do, as when something is gathered or summed in "
+         "the middle of a half, by each reader of an input, or for `out` split by inputs", sent[0] > allowed * 1.001),
         (f"Right, but backward sends {sent[1]:,.0f} bytes and {back:,.0f} will do, as when each layer that reads an input sums "
-         "the gradient of it by itself (let the half take its input once, as a DTensor), or `out` is not told by input_layouts "
-         "that tokens come split", sent[1] > back * 1.001),
+         "the gradient of it by itself (let the half take its input once, as a DTensor), or tokens are split and a half, or "
+         "`out`, does not take them so by its input_layouts", sent[1] > back * 1.001),
     )  # fmt: skip
     return (
         f"Logits and gradients of one process; a rank holds {results[0]['held']:,} of {numel:,} numbers, and sends "
