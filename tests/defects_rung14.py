@@ -66,6 +66,12 @@ class choose_timeout:
         silences,
         key=lambda t: _lost(t, silences, deaths, groups, heal) - (groups - 1) * t * sum(s > t for s in silences),
     )
+    alarms_are_deaths_too = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: _lost(t, silences, deaths + sum(s > t for s in silences), groups, heal)
+    )
+    all_groups_wait = lambda silences, deaths, groups, heal: min(
+        silences, key=lambda t: _lost(t, silences, 0, groups + 1, heal) + (groups - 1) * deaths * t
+    )
     asks_the_check = lambda silences, deaths, groups, heal: rung14._best(silences, deaths, groups, heal)
     a_table_of_the_days = _table(rung14.choose_timeout, _least)
     longest_if_nobody_dies = lambda silences, *rest: _least(silences, *rest) if rest[0] else max(silences)
@@ -124,6 +130,7 @@ class take_part:
     weight_of_a_sum = _part(_dealt, lambda mine, batch, members: 1 / batch)
     numbers_of_samples = _part(_dealt, lambda mine, batch, members: len(mine))
     by_its_own_number = _part(lambda samples, members, me: samples[me :: len(members)], _share)
+    by_its_number_around = _part(lambda samples, members, me: samples[me % len(members) :: len(members)], _share)
     as_if_all_were_there = _part(lambda samples, members, me: samples[me :: max(3, len(members), me + 1)], _share)
     the_whole_batch = _part(lambda samples, members, me: samples, _share)
     rest_dropped = _part(
@@ -200,6 +207,7 @@ def _by_tensor(order, against=None, last=False, see=_digests):
     return answer
 
 
+_kept = lambda step, state: {"weights": [w.detach() for w in state.weights], "momenta": state.momenta}
 _momenta_first = lambda tensor: (tensor[0], tensor)
 _changed_found = lambda change: lambda job: (found := _by_tensor(_momenta_first)(job)) and found | change(found)
 
@@ -211,6 +219,9 @@ class find_first_wrong:
     the_loss_goes_down = lambda job: None if job(lambda step, state: step) else {}
 
     a_list_of_answers = lambda job: next(ANSWERS)
+    without_a_copy = lambda job: _by_tensor(_momenta_first)(
+        lambda see: [{step: see(step, SimpleNamespace(**kept)) for step, kept in log.items()} for log in job(_kept)]
+    )
     first_numbers = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, lambda t: t.view(-1)[0]))
     with_a_tolerance = _by_tensor(_momenta_first, see=lambda step, state: _digests(step, state, torch.Tensor.half))
     indexed = _changed_found(lambda found: {"tensor": (found["tensor"][:-2], int(found["tensor"][-1]))})
@@ -363,6 +374,10 @@ SENTENCES = {
     "longest_if_nobody_dies": "pays for pauses too",
     "a_little_longer": "group-seconds",
     "weights_for_a_flip": "another tensor that differs first",
+    "alarms_are_deaths_too": "group-seconds",
+    "all_groups_wait": "group-seconds",
+    "by_its_number_around": "own number is not its place",
+    "without_a_copy": "was not copied",
     "half_each": "should be weighed",
     "blocks_of_all": "each is somebody's",
     "never_a_false_alarm": "waits for the longest silence",

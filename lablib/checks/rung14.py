@@ -63,9 +63,9 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
     """Judge `choose_timeout(silences, deaths, groups, heal)` by what the timeout costs on days drawn at random."""
     dice = random.Random(seed)
     few = [0.1] * 50 + [0.5, 3.0]
-    days = [(few, 4, 3, 20.0), (few, 0, 3, 20.0), (few, 0, 3, 3.0)]
-    days.append(([0.1] * 200 + [1.0] * 10 + [30.0], 2, 8, 400.0))
+    days = [(few, 4, 3, 20.0), (few, 0, 3, 20.0), (few, 0, 3, 3.0), ([0.1] * 200 + [1.0] * 10 + [30.0], 2, 8, 400.0)]
     days.append(([0.1] * 50 + [1.0] * 10 + [1.3] * 10, 0, 11, 12.0))  # a false alarm is dear for having been waited for
+    days.append(([0.05] + [0.1] * 200 + [1.0] * 100 + [3.5] * 50 + [30.0], 0, 2, 2.0))  # once, and by one group
     for chance in [dice] * 12 + [NEW] * 2:  # no table has the last two
         beat = chance.choice((0.05, 0.1, 0.5))
         pauses = [beat * chance.paretovariate(0.7) for _ in range(chance.randint(3, 30))]
@@ -127,7 +127,7 @@ def _explain_timeout(
          "not free, and here a longer timeout costs less", near(free)),
         ("Before a false alarm all others have waited for the timeout: that is lost beside the healing", near(late)),
         (f"{timeout:.5g} s costs {given:,.0f} group-seconds, and {best:.5g} s costs {least:,.0f}: weigh deaths and waited pauses, "
-         f"which cost {groups - 1} groups, against the {heal:g} s of each false alarm", True),
+         f"which cost {groups - 1} of {groups} groups, against the {heal:g} s of each false alarm", True),
     )  # fmt: skip
 
 
@@ -211,8 +211,9 @@ def _explain_part(
         (f"Each takes what it would take if all {groups} groups were there: who is away leaves a hole in the batch, and its "
          "samples are never seen", len(members) < groups and all(sorted(s) == sorted(m) for s, m in zip(shares, mine, strict=True))),
         ("A group's own number is not its place among the members: deal by the place in `members`",
-         len(members) > 1 and all(sorted(share) == sorted(right[me :: len(members)]) for share, me in zip(shares, members, strict=True))),
-        ("All take the same samples, whoever they are", len(shares) > 1 and all(share == shares[0] for share in shares)),
+         (n := len(members)) > 1 and all(sorted(share) in [sorted(right[at::n]) for at in (me, me % n)]
+                                         for share, me in zip(shares, members, strict=True))),
+        ("Here all take the same samples", len(shares) > 1 and all(share == shares[0] for share in shares)),
         ("Every epoch has its own order: ask epoch_order for the epoch of each place", step * batch + batch > count
          and together == batch_from(step * batch, first_epoch=True)),
         ("A step takes the next `batch` places whoever is there, and this one begins where as many groups would stand that "
@@ -372,18 +373,15 @@ def find_first_wrong(answer: Callable[[WatchedJob], Any], seed: int = 14) -> str
 def _explain_first(got: Any, truth: Any, script: _Script) -> NoReturn:
     case = f"group {script.away} is away from step {script.gone} to {script.back - 1}"
     if truth is None:
-        refuse(
-            case,
-            ("All three hold the same bits after every step that they took together, and a group is accused", True),
-        )
+        refuse(case, ("All three hold the same bits after every step taken together, and a group is accused", True))
     step, group, tensor = truth
     at, accused, which = got or (None, None, "")
     refuse(
         case,
         (f"After step {step} a tensor of group {group} differs in some bits, and nothing is found; a tolerance or a sum may "
          "hide a low bit", got is None),
-        (f"The groups differ first after step {step}, as `watch` is told it, and not {at}: look at all that the next step "
-         "reads, and among those who are there", at != step),
+        (f"The groups differ first after step {step}, as `watch` is told it, and not {at}. It may be a tensor that is "
+         "not looked at or was not copied, or a group that is away", at != step),
         (f"Group {accused} is not the one against the majority", accused != group),
         (f"{which} differs as well, and follows: momenta make the next weights. Look at all that the next step reads",
          script.unhealed and which == tensor.replace("momenta", "weights") != tensor),
