@@ -206,6 +206,13 @@ def _without_places(model, *where):
     return part
 
 
+def _deletes(model, *where):
+    """As PyTorch's guide cuts: layers of other stages are deleted from the model."""
+    part = _solution.Part(model, *where)
+    model.layers = part.layers
+    return part
+
+
 def _in_stages(
     cut=_best_cut, part=_solution.Part, made=Schedule1F1B, pieces=1, tied=1, loss_over=1, told=torch.mean, **options
 ):
@@ -271,6 +278,7 @@ class train_in_stages:
     trains_a_copy = _in_stages(part=_Copied, tied=None)
     leaves_out_the_places = _in_stages(part=_without_places)
     sums_the_losses = _in_stages(told=torch.sum)
+    clears_the_gradients = told(_in_stages(), lambda loss, model: (loss, model.zero_grad())[0])
 
     def without_the_idea_the_whole_model_on_every_rank(model, times, tokens, targets, m, loss):
         for x, target in zip(tokens.chunk(m), targets.chunk(m), strict=True):
@@ -298,6 +306,7 @@ class train_in_stages:
 
     # A search by limit, other classes of PyTorch, and a float.
     right = _in_stages(made=_zero_bubble, told=lambda losses: losses.mean().item())
+    right_4 = _in_stages(part=_deletes)
     right_3 = lambda *given: ThreadPoolExecutor(1).submit(_solution.train_in_stages, *given).result()
 
     def right_2(model, times, tokens, targets, m, loss):
@@ -428,6 +437,7 @@ class find_wrong_action:
     the_first_micro_batch = _by_signs(lambda found, signs: found and found._replace(microbatch=0))
     finds_something_everywhere = _by_signs(lambda found, signs: found or Action("F", 0, 0))
 
+    names_a_weight_half = _by_signs(lambda it, signs: str(it).replace("B", "W") if it else it)
     says_that_all_is_well = _by_signs(lambda found, signs: found or "healthy")
 
     # By their number, as the verdicts tell them.
@@ -478,6 +488,7 @@ class explain_1f1b:
     the_order_stays = _explained(schedule=lambda got, b, a: b["schedule"])
     halves_are_still_1f1b = _explained(schedule=lambda got, b, a: got["schedule"].replace("zb-h1", "1f1b"))
     same_share_of_idle_time = _explained(idle_over_total=lambda got, b, a: _idle_share(a))
+    share_of_before = _explained(idle_over_total=lambda got, b, a: _idle_share(b))
     over_the_ideal_time = _explained(idle_over_total=lambda got, b, a: a["idle"][0] / (2 * a["busy"][0]))
     half_the_share = _explained(idle_over_total=lambda got, b, a: _idle_share(a) / 2)
     holds_twice_as_much = _explained(held=lambda got, b, a: [2 * held for held in a["held"]])
@@ -553,13 +564,15 @@ SENTENCES = {
     "lablibs_table": "you return 0",
     "weights_below_zero": "W-2' is not an action",
     "deals_layers_out": "a stage is neighbouring layers",
-    "same_share_of_idle_time": "without twice the micro-batches",
+    "same_share_of_idle_time": "the share of `after` as it is",
     "without_the_idea_no_message": "hand on what they computed",
     "says_that_all_is_well": "or None",
     "forgets_the_tie": "they drift apart",
     "means_the_tie": "not their mean",
     "trains_a_copy": "a copy runs in its place",
-    "leaves_out_the_places": "neither leaves one out",
+    "leaves_out_the_places": "left out or copied",
+    "clears_the_gradients": "or its gradient cleared",
+    "names_a_weight_half": "a forward or a whole backward",
     "without_the_idea_the_loss_alone": "A loss says nothing of the backwards",
     "each_rank_for_itself": "the ranks have to compare",
     "blames_the_sender": "the value that its neighbour read",

@@ -342,14 +342,15 @@ def _train(answer: Callable[..., object], cases: Sequence) -> list[tuple]:
     found, run = [], threading.Thread.run
     for seed, m in cases:
         model, times = uneven_model(seed, dist.get_world_size())
+        layers, named = list(model.layers), dict(model.named_parameters())  # an answer may delete some
         with record_comms() as log, mock.patch.object(threading.Thread, "run", record_comms(log)(run)):
             loss = answer(model, times, *_batch(seed, m), m, mean_loss)
-        ran = {k: (layer.rows, layer.most) for k, layer in enumerate(model.layers) if layer.rows}
+        ran = {k: (layer.rows, layer.most) for k, layer in enumerate(layers) if layer.rows}
         try:
             loss = float(loss)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):  # None, or several
             loss = None
-        gradients = {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
+        gradients = {name: w.grad for name, w in named.items() if w.grad is not None}
         found.append((ran, gradients, loss, bool(log.events)))
     return found
 
@@ -405,8 +406,8 @@ def _judge_gradients(
         for rank in homes:
             mine = gradients[rank].get(name)
             if mine is None:
-                raise Wrong(f"`{name}` has no gradient on rank {rank}, whose stage needs it: a stage takes the model's own modules "
-                            f"and parameters, and neither leaves one out nor copies it ({where}).")  # fmt: skip
+                may = "it may have been left out or copied, or its gradient cleared"
+                raise Wrong(f"`{name}` has no gradient on rank {rank}, whose stage needs it: {may} ({where}).")
             refuse(
                 where,
                 (f"The one matrix of words and head has half of its gradient on rank {rank}: each end of the pipeline has a "
@@ -578,7 +579,7 @@ def _judge_found(said: set[str], truth: str, slips: str, p: int) -> None:
     strange = next((each for each in said if not re.fullmatch(r"\d+[FB]\d+", each)), "")
     refuse(
         "",
-        (f"Return an action, such as '2F5', or None; {strange[:40]!r} is neither", strange),
+        (f"Return a forward or a whole backward, such as '2F5', or None; {strange[:40]!r} is neither", strange),
         (f"Two ranks name two actions, {' and '.join(sorted(said)[:2])}: what goes wrong on one is handed to its neighbours, so "
          "the ranks have to compare what they saw", len(said) > 1),
         ("You name an action of a healthy pipeline: what its actions read and add is one process's, but for rounding", not slips),
@@ -687,11 +688,9 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
         what = f"Idle time over total time with twice the micro-batches ({name})"
         slips = [
             ("that is percent; return a share, so that one is all of the time", 100 * right),
-            ("that is the share without twice the micro-batches, which is larger", waits / (busy + waits)),
+            ("that is the share of `after` as it is, without twice the micro-batches", waits / (busy + waits)),
             ("you have it over the ideal time: the total time has the wait in it, too", waits / (2 * busy)),
-            ("the wait does not grow with m: filling and draining the pipeline takes what it took",
-             2 * waits / (busy + 2 * waits)),
-        ]  # fmt: skip
+        ]
         rounded = close(idle, right, rel=2e-3) or any(close(idle, round(right, digits)) for digits in (2, 3))
         refuse("", (f"{what}: right but for rounding; return the number as it is", rounded))
         recognize(idle, "", [(f"{what}: {why}", value) for why, value in slips])
