@@ -2,6 +2,7 @@
 
 # ruff: noqa: E731
 
+import contextlib
 import enum
 import math
 import random
@@ -247,6 +248,23 @@ class train_step:
         _step(loss, *case, dtype=torch.float32)
 
     rounds_the_mean = lambda *case: _step(*case, average=lambda m: _mean_over_ranks(m, then=torch.Tensor.bfloat16))
+
+    rounds_before_the_mean = lambda *case: _step(
+        *case, early=lambda model, *_: [p.grad.copy_(p.grad.bfloat16()) for p in model.parameters()]
+    )
+    right_4 = lambda *case: _step(*case, parts=6, average=lambda m: [dist.all_reduce(p.grad) for p in m.parameters()])
+
+    def halves_by_hand(model, optimizer, schedule, scaler, *case):
+        """The count of good steps goes on."""
+
+        def average(model):
+            _mean_over_ranks(model)
+            if not all(p.grad.isfinite().all() for p in model.parameters()):
+                scaler.update(scaler.get_scale() / 2)
+                raise StopIteration
+
+        with contextlib.suppress(StopIteration):
+            _step(model, optimizer, schedule, scaler, *case, average=average)
 
     def knows_which_to_skip(model, optimizer, schedule, *case):
         schedule.calls = getattr(schedule, "calls", 0) + 1
@@ -600,7 +618,8 @@ SENTENCES = {
     "the_last_and_not_the_first": "stays lost", "the_first_module_of_all": "the module is not", "compares_ranks": "of its own",
     "asks_the_check": "asks the check", "asks_the_check_for_its_answer": "asks the check", "averages_in_fp64": "in fp32",
     "averages_in_bf16": "lose bits on their way",
-    "zeroes_infinities": "overflowed", "knows_which_to_skip": "overflowed", "rounds_the_mean": "lose bits", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "along its outputs",
+    "zeroes_infinities": "overflowed", "knows_which_to_skip": "overflowed", "rounds_the_mean": "lose bits", "rounds_before_the_mean": "Add up and average",
+    "halves_by_hand": "counts good steps", "calls_the_model_and_trains_in_fp32": "to five digits", "turns_w_in_forward": "along its outputs",
     "turns_w_in_g_w": "along its inputs", "turns_x_in_the_weights_gradient": "quantizes x along", "reads_what_a_part_does": "asks the check",
     "every_difference_from_the_exact_model": "noise", "everybody_says_what_one_found": "of its own", "returns_as_soon_as_it_finds": "return then",
 }  # fmt: skip

@@ -126,20 +126,15 @@ def _explain_failure(failure: str, breaks: bool, case: _Case) -> NoReturn:
         ],
         ("overflow", False): [
             (f"{name} reaches {fmt.max:.4g}: an activation of {activation:.3g}, which the loss scale is not for, and gradients "
-             f"up to {large:.3g}, which it makes {scale * large:.3g}, are within", True),
-        ],
+             f"up to {large:.3g}, which it makes {scale * large:.3g}, are within", True)],
         ("underflow", True): [
-            (f"{scale:g} times {small:.3g} is less than half of {name}'s smallest subnormal, {least}, and becomes zero",
-             True),
-        ],
+            (f"{scale:g} times {small:.3g} is less than half of {name}'s smallest subnormal, {least}, and becomes zero", True)],
         ("underflow", False): [
             (f"{scale:g} times {small:.3g} does not become zero in {name}: subnormals reach down to {least}, more than "
-             "half of that rounds up, and loss scaling counts", True),
-        ],
+             "half of that rounds up, and loss scaling counts", True)],
         ("stall", True): [
             (f"A {name} weight of {weight:g} has its next neighbour {gap:.3g} away, and an update of size {abs(update):.3g} "
-             "is less than half of that: nothing moves", True),
-        ],
+             "is less than half of that: nothing moves", True)],
         ("stall", False): [
             ("With a master copy the update is added in fp32, and small updates are not lost", master),
             (f"An update of size {abs(update):.3g}, up or down, is over half of the gap at {weight:g} in {name}, {gap:.3g}: it "
@@ -239,6 +234,11 @@ def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
         good = 0 if "overflows" in kind else good + 1
         _judge_step(here, kind, f"step {step + 1}, {kind}", good == _INTERVAL, before)
         good, before = good % _INTERVAL, here[0]["given"]
+    # In the median of steps fp16's products are off by 0.04 to 0.065 percent, and by 0.12 and more if a part went through bf16 too.
+    exact = [(each["given"][0], _clipped(each["exact"].mean((0, 1)))) for each in by_rank[0] if each["given"]]
+    off = torch.stack([(given - mean).norm() / mean.norm() for given, mean in exact]).median().item()
+    refuse("", (f"The gradients lose bits on their way: in half of the steps they are {off:.2%} or more from the mean in fp32, and "
+                "products in fp16 explain 0.06%. Add up and average in fp32, and round nothing", off > 9e-4))  # fmt: skip
     return f"{len(kinds)} steps on {_RANKS} ranks, {sum('overflows' in k for k in kinds)} of them skipped by both, though one saw no overflow."
 
 
@@ -268,8 +268,8 @@ def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: lis
             _judge_gradient(each, rank, case, before)
     refuse(
         case,
-        (f"The scale of the ranks went from {scale:g} to {became}, and should be {wanted:g}: `update` once a step, also in a step "
-         "that was skipped", any(each["became"] != wanted for each in here)),
+        (f"The scale of the ranks went from {scale:g} to {became}, and should be {wanted:g}: `update()` once a step, skipped or "
+         "not, halves it or counts good steps in a row", any(each["became"] != wanted for each in here)),
         ("The step was skipped, and the schedule moved: the learning rate counts steps that were taken",
          overflow and any(each["counted"] for each in here)),
         ("In a step that was taken each rank's schedule moves once", not overflow and any(each["counted"] != 1 for each in here)),
@@ -277,9 +277,9 @@ def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: lis
         (f"Right, but not for the price: {first['sent']:,.0f} bytes a rank, and one average of all gradients in fp32 takes "
          f"{full:,}, when the last micro-batch is done", first["sent"] >= 2 * full),
         ("The gradients lose bits on their way, though the mean is right to two percent: a rank sends less than four bytes for "
-         "each weight, or what the optimizer gets fits in 16 bits. Average in fp32",
-         not overflow and (0 < first["sent"] < full or any(torch.equal(x, _coarse(x, d)) for x in [first["given"][0] * scale]
-                                                           for d in (torch.bfloat16, torch.float16)))),
+         "each weight, or what the optimizer gets fits in fp16. Average in fp32, and round nothing",
+         not overflow and (0 < first["sent"] < full or (kind != "tiny"  # whose gradients may be small multiples of fp16's least
+                           and _coarse(x := first["given"][0] * scale, torch.float16).equal(x)))),
     )  # fmt: skip
 
 
