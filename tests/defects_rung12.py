@@ -74,6 +74,11 @@ class merge:
         total = weigh_a + weigh_b
         return (weigh_a[:, None] * a[0] + weigh_b[:, None] * b[0]) / total[:, None], total.log()
 
+    def one_larger_for_all_rows(a, b):
+        most = torch.stack((a[1], b[1])).max()
+        out, lse = merge.no_maximum((a[0], a[1] - most), (b[0], b[1] - most))
+        return out, lse + most
+
     def nothing_with_nothing(a, b):
         """Safe for large scores, and -inf minus -inf where both are empty."""
         new = _logaddexp(a[1], b[1])
@@ -205,6 +210,7 @@ class packed_step:
     counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
     counts_where_both_count = _step(labels=lambda t, d, c: _labels(t, d, c & c.roll(1, 1)))
     masks_with_0 = _step(labels=lambda t, d, c: _labels(t, d, c).clamp(min=0))
+    leaves_out_the_last_label = _step(labels=lambda t, d, c: F.pad(_labels(t, d, c)[:, :-1], (0, 1), value=-100))
     learns_prompts = _step(labels=lambda t, d, c: _labels(t, d, torch.ones_like(c)))
     forgets_documents = _step(seen=lambda documents: None)
     cuts_documents = _step(seen=lambda documents: documents[:, ::2])
@@ -213,6 +219,14 @@ class packed_step:
     divides_by_the_ranks_again = _step(weigh=_factor(lambda n, every, mesh: 1 / every))
     fits_cp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[1] / every))
     fits_dp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[0] / every))
+    mean_of_replicas = _step(
+        weigh=lambda own, labels, mesh: (
+            own
+            * mesh.shape[1]
+            / dist.nn.functional.all_reduce((labels != -100).sum(), group=mesh["cp"].get_group()).clamp(1),
+            own.detach(),
+        )
+    )
     plain_sum = _step(weigh=_factor(lambda n, every, mesh: 1))
     all_tokens_count = _step(weigh=_factor(lambda n, every, mesh: 4 / 128))
     returns_its_own_share = _step(weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: own / every))
@@ -507,6 +521,7 @@ SENTENCES = {
     "half_precision": "keep fp32",
     "doubles_the_larger_sum": "lse must be the log",
     "no_maximum": "Subtract the larger of both lse",
+    "one_larger_for_all_rows": "row by row",
     "nothing_with_nothing": "-inf minus -inf",
     "ulysses_forgets_the_parts": "cp=4 does not divide seq=4006",
     "without_the_idea_contiguous_blocks": "one contiguous part",
@@ -534,6 +549,8 @@ SENTENCES = {
     "divides_by_the_ranks_again": "divides once more",
     "fits_cp_alone": "fits an average over one axis",
     "fits_dp_alone": "fits an average over one axis",
+    "mean_of_replicas": "labels of one cp group",
+    "leaves_out_the_last_label": "is a label too",
     "plain_sum": "plain sum",
     "all_tokens_count": "those without a label",
     "returns_its_own_share": "own share",

@@ -163,7 +163,7 @@ def _not_a_number(kind: str, error: str = "") -> str:
     what = f"the result {f'stops with {error}' if error else 'is not a number'}"
     if "1,000" in kind:
         return (f"With {kind} {what}: exp(1,000) is more than a float can hold, and exp(-1,000) is zero. Subtract the larger "
-                "of both lse before the exponential.")  # fmt: skip
+                "of both lse, row by row, before the exponential.")  # fmt: skip
     if "nothing" in kind:
         return f"With {kind} {what}: there lse is -inf and its weight is zero, so the result must be the other part."
     if "no row" in kind:
@@ -220,7 +220,7 @@ def _batch(seed: int) -> Batch:
     dice, shape = torch.Generator().manual_seed(seed), (_ROWS, _SEQ + 1)
     tokens = torch.randperm(_PACKED.vocab, generator=dice)[: _ROWS * (_SEQ + 1)].view(shape)
     documents = (torch.rand(shape, generator=dice) < 0.12).cumsum(1)
-    counted = torch.rand(shape, generator=dice) < torch.tensor([0.9, 0.7, 0.5, 0])[:, None]  # the last row is padding
+    counted = torch.rand(shape, generator=dice) < torch.tensor([0.8, 0.7, 0.5, 0])[:, None]  # the last row is padding
     return tokens, documents, counted
 
 
@@ -429,16 +429,17 @@ def _explain_labels(wrong: Sequence[tuple[Any, ...]], batch: Batch, labels: Tens
     """Raise `Wrong` for tokens that learn another label than theirs: rank, row, place, label, and the label's row and place."""
     _, documents, counted = batch
     signs: list[tuple[int, str, int]] = []
+    cut, last = "Shift whole sequences, then cut", "The last of `tokens` is a label too"
     for rank, row, p, label, given in wrong:
         if label == IGNORED:
-            kind = int((p + 1) % width == 0) if counted[row, p] else 2  # at the end of a chunk, or not
-            why = "It is in the same document", "Shift whole sequences, then cut", f"It counts, though {p} does not"
+            kind = 3 if p == _SEQ - 1 else int((p + 1) % width == 0) if counted[row, p] else 2  # 1 ends a chunk
+            why = "It is in the same document", cut, f"It counts, though {p} does not", last
             signs.append((5 + kind, f"The token at {p} lacks its label, that at {p + 1}. {why[kind]}", rank))
         elif given != (row, p + 1):
             seen = f"that at {given[1]}" if given and given[0] == row else f"{label}, no token of its sequence"
             told, learns = f"The token at {p} learns to be followed by {seen}", labels[row, p] != IGNORED
-            why = ". Shift whole sequences, then cut" if learns else ", and has no label: leave it out of the loss"
-            signs.append((1 if learns else 8, told + why, rank))
+            why = f". {last if p == _SEQ - 1 else cut}" if learns else ", and has no label: leave it out of the loss"
+            signs.append((1 + (p == _SEQ - 1) if learns else 8, told + why, rank))
         elif documents[row, p] != documents[row, p + 1]:
             signs.append((2, f"The token at {p} ends a document and learns the first token of the next one", rank))
         elif counted[row, p]:
