@@ -25,9 +25,9 @@ from lablib.launch.ranks import rank_mesh
 from tests.planted import asked, listed, told
 
 
-def _built(task):
+def _built(task, blocks=True):
     model = task.model()
-    for part in (*model, model):
+    for part in (*(model if blocks else ()), model):
         fully_shard(part, mesh=rank_mesh())
     return model, torch.optim.AdamW(model.parameters())
 
@@ -55,6 +55,9 @@ def _kept(
     before=lambda folder: None,
     late=True,
     strict=False,
+    blocks=True,
+    every=1,
+    logged=lambda loss: loss,
 ):
     """A right program, but for what is asked otherwise.
 
@@ -67,8 +70,10 @@ def _kept(
         before: What happens before a save.
         late: Save after the update of the step.
         strict: Load a random state of its own on every rank, saved or not.
+        blocks: Shard the blocks, and not the model alone.
+        every: Save each so many of the steps that are to be saved.
     """
-    (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
+    (model, optimizer), rank, ranks = _built(task, blocks), dist.get_rank(), dist.get_world_size()
     name = random(rank)
 
     def state(step):
@@ -99,7 +104,7 @@ def _kept(
     samples = order(task)
 
     def save(step):
-        if step % task.save_every == 0:
+        if step % (every * task.save_every) == 0:
             before(folder)
             dist.barrier()
             dcp.save(state(step), checkpoint_id=where(folder, step))
@@ -115,7 +120,7 @@ def _kept(
         optimizer.zero_grad()
         if late:
             save(step)
-        task.log(step, loss)
+        task.log(step, logged(loss))
 
 
 _MEMORY = {}
@@ -253,6 +258,9 @@ class keep_training:
     never_shards = lambda task, folder: task.log(1, task.loss(task.model(), task.order(0)[:6]))
     drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
     logs_what_it_never_computed = lambda task, folder: task.log(1, 0.5)
+    one_unit_for_all = _with(blocks=False)
+    saves_half_as_often = _with(every=2)
+    logs_the_sum_of_all_ranks = _with(logged=lambda loss: (dist.all_reduce(both := loss.detach().clone()), both)[1])
     rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
     def right(task, folder):
@@ -348,6 +356,7 @@ def _diagnosed(
     all_steps=True,
     exchange=True,
     tiny=1e-6,
+    moves=False,
 ):
     """Step a twin beside the run.
 
@@ -357,6 +366,7 @@ def _diagnosed(
         ranks_of: What is told of the ranks that are off.
         whole_loss: Compare the mean of all ranks' losses.
         tiny: What clipping adds to the norm.
+        moves: Ask of an update only whether all weights are others.
     """
     rank, ranks, twin = dist.get_rank(), dist.get_world_size(), run.model()
     optimizer, samples, found = torch.optim.AdamW(twin.parameters()), _samples(run), []
@@ -373,6 +383,7 @@ def _diagnosed(
         batch = samples[(step - 1) * run.batch : step * run.batch]
         if part == "read":
             wrong = run.samples != batch[rank::ranks]
+            before = [p.to_local().clone() for p in run.weights.values()]
         elif part == "forward":
             losses = [run.loss(twin, batch[r::ranks]) for r in range(ranks)]
             mean = torch.tensor(run.value, dtype=torch.float64)
@@ -394,6 +405,9 @@ def _diagnosed(
         else:
             optimizer.step()
             wrong = off(run.weights.values(), twin.parameters())
+            if moves:
+                wrong = any(torch.equal(old, p.to_local()) for old, p in zip(before, run.weights.values(), strict=True))
+                twin.load_state_dict({name: p.full_tensor() for name, p in run.weights.items()})
         if part in looks and (all_steps or step == 1):
             found.append((step, part, bool(wrong)))
     seen = [found]
@@ -411,7 +425,8 @@ def _diagnosed(
 def _known(run, kind, when, odd):
     """Name the place of a fault that somebody has told."""
     places = {"coarse": (when, "forward", [odd]), "stale": (when, "forward", [0, 1]), "blocks": (1, "clip", [0, 1]),
-              "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]), "lost": (1, "update", [0, 1])}  # fmt: skip
+              "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]), "lost": (1, "update", [0, 1]),
+              "sum": (1, "backward", [0, 1]), "adam": (1, "update", [0, 1])}  # fmt: skip
     return _diagnosed(run) if kind == "epoch" else places.get(kind)
 
 
@@ -431,6 +446,9 @@ class diagnose:
     to_the_last_bit = _as(near=0.0)
     cuts_to_the_norm_itself = _as(tiny=0.0)
     never_looks_at_samples = _as(looks=("forward", "backward", "clip", "rate", "update"))
+    never_looks_at_gradients = _as(looks=("read", "forward", "clip", "rate", "update"))
+    looks_whether_weights_move = _as(moves=True)
+    to_three_digits = _as(near=1e-3)
     never_looks_at_the_rate = _as(looks=("read", "forward", "backward", "clip", "update"))
     _fixed = frozenset(rung11.TrainingRun(number).seed for number in rung11._runs(1996))
     knows_the_fixed_runs = lambda run: _diagnosed(run) if run.seed in diagnose._fixed else None
@@ -709,6 +727,8 @@ SENTENCES = {
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
     "never_shards": "not sharded", "drops_nothing_out": "those without it", "rank_0_logs": "by one rank and not by another",
+    "one_unit_for_all": "block by block", "saves_half_as_often": "a checkpoint every", "logs_the_sum_of_all_ranks": "what it logs",
+    "to_three_digits": "no more than rounding",
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "of 'clip' in step 1",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "lablib_splits_it": "lablib's own", "lets_lablib_look": "lablib's own",
     "a_third_rank_has_no_random_state": "Missing key", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",

@@ -103,7 +103,7 @@ class Task:
         count: Samples of an epoch.
     """
 
-    batch, whole, mask = 12, False, b""  # `whole` once the last loss was that of a model that is not sharded
+    batch, whole, mask = 12, False, b""  # `whole` once the last loss was that of a model with too few units
 
     def __init__(self, seed: int, steps: int, save_every: int, count: int, dropout: float = 0.0) -> None:
         self.seed, self.steps, self.save_every, self.count, self.dropout = seed, steps, save_every, count, dropout
@@ -129,11 +129,11 @@ class Task:
     def loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
         """Return the mean loss of some samples."""
         self.read.append(len(samples))
-        self.whole = not hasattr(model, "unshard")
         drawn = [torch.Generator().manual_seed(1000 * self.seed + int(sample)) for sample in samples]
         x = torch.stack([torch.randn(_FEATURES, generator=one, dtype=torch.float64) for one in drawn])
         loss = (model(x) - x.cumsum(-1).sin()).square().mean()
-        parts = getattr(model, "modules", list)()  # a run with a fault may have a function
+        parts = [*getattr(model, "modules", list)()]  # a run with a fault may have a function
+        self.whole = sum(hasattr(part, "unshard") for part in parts) <= _BLOCKS
         self.mask = next((part.mask for part in parts if isinstance(part, _Residual)), b"")
         return loss
 
@@ -146,7 +146,8 @@ class Task:
         self.masks.append(self.mask)
         refuse("", (f"A step has {self.batch} samples, {share} for each rank; before this `task.log` a rank computes the loss of "
                     f"{read}", read != share),
-               ("The loss is that of a model that is not sharded: call `fully_shard` on its blocks and on it", self.whole),
+               ("The model of this loss is not sharded block by block and as a whole: call `fully_shard` on its blocks and on it",
+                self.whole),
                (f"In step {step} dropout takes away what it took in an earlier step of this run: new masks each step", again))  # fmt: skip
         if step and step == self.killed_after:
             raise Killed
@@ -178,10 +179,6 @@ def _started(
                 any(name.startswith("lablib.launch.fsdp.checkpoint.") for name in getattr(answer, "called", ()))))  # fmt: skip
     dist.all_reduce(losses)
     return {step: loss.item() / dist.get_world_size() for step, loss in enumerate(losses, 1) if step in task.losses}
-
-
-def _largest_file(folder: str) -> int:
-    return max((path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()), default=0)
 
 
 def _fresh(top: str, of: str = "") -> str:
@@ -268,8 +265,8 @@ def keep_training(answer: Callable[[Task, str], Any]) -> str:
         off = _off(masked, first["calm"])
         refuse(told, ("With dropout the losses are others after the restart, and without it they are not: the masks are drawn "
                       "from each rank's random state, which a new process has anew", off))  # fmt: skip
-        refuse("", ("Write checkpoints with torch.distributed.checkpoint, from all ranks: past "
-                    f"{bad} saves of this program rank 0 wrote {first['saved']} there", first["saved"] < bad))  # fmt: skip
+        refuse("", (f"Write a checkpoint every {every} steps with torch.distributed.checkpoint, from all ranks: in {bad * every} "
+                    f"steps of this program rank 0 wrote {first['saved']} there", first["saved"] < bad))  # fmt: skip
         told = f"rank 1 of 2 could not write the save of step {bad * every}, and three went on"
         (cut,) = on_ranks(functools.partial(_go_on, full=plain), 3, answer, first["top"], told, patience=_PATIENCE)[0]
         _judge_again(cut, right, models, plain, (bad - 1) * every, told)
@@ -292,7 +289,7 @@ def _judge_undisturbed(first: dict, task: Task, right: dict[int, float]) -> None
         (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process. A batch that "
          "reaches the end of an epoch goes on in the next, in that one's order", off == crosses),
         (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process: look at which "
-         "samples a rank takes, and at the update before, AdamW's at the rate of its step", off),
+         "samples a rank takes and what it logs of them, past step 1 also at the update before, AdamW's at its step's rate", off),
     )  # fmt: skip
 
 
@@ -333,7 +330,7 @@ def _judge_again(
 # --- a run with a fault -------------------------------------------------------------------------------------
 
 PARTS = ("read", "forward", "backward", "clip", "rate", "update")
-_FAULTS = ("", "epoch", "coarse", "stale", "blocks", "rate", "skip", "lost")
+_FAULTS = ("", "epoch", "coarse", "stale", "sum", "blocks", "rate", "skip", "lost", "adam")
 
 
 def _fault(seed: int) -> tuple[str, int, int, int]:
@@ -386,7 +383,7 @@ class TrainingRun(Sealed, Task):
         all_weights = list(self.weights.values())
         groups = [list(part.parameters()) for part in model] if kind == "blocks" else [all_weights]
         own = [p for name, p in self.weights.items() if not (kind == "lost" and name.startswith(f"{block}."))]
-        self.optimizer = torch.optim.AdamW(own)
+        self.optimizer = (torch.optim.Adam if kind == "adam" else torch.optim.AdamW)(own)
         order = [sample for epoch in range(self.steps) for sample in self.order(epoch * (kind != "epoch"))]
         for step in range(1, self.steps + 1):
             self.samples = order[(step - 1) * self.batch : step * self.batch][rank::ranks]
@@ -396,7 +393,7 @@ class TrainingRun(Sealed, Task):
             self.value = loss.item()
             yield step, "forward"
             model[block].set_reshard_after_backward(not (kind == "stale" and step == when - 1))
-            loss.backward()
+            (loss * (ranks if kind == "sum" else 1)).backward()
             yield step, "backward"
             for group in groups:
                 nn.utils.clip_grad_norm_(group, self.clip)
@@ -425,14 +422,15 @@ def _first_wrong(run: TrainingRun, seed: int) -> tuple[int, str, list[int]] | No
         wrong = {p % 2 for p in range(off, (step + 1) * run.batch) if again[p - run.count] != right[p - run.count]}
         return step + 1, "read", sorted(wrong)
     found = {
-        "coarse": (when, "forward", [odd]), "stale": (when, "forward", [0, 1]), "blocks": (1, "clip", [0, 1]),
-        "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]), "lost": (1, "update", [0, 1]),
+        "coarse": (when, "forward", [odd]), "stale": (when, "forward", [0, 1]), "sum": (1, "backward", [0, 1]),
+        "blocks": (1, "clip", [0, 1]), "rate": (2, "rate", [0, 1]), "skip": (when, "update", [odd]),
+        "lost": (1, "update", [0, 1]), "adam": (1, "update", [0, 1]),
     }  # fmt: skip
     return found.get(kind)
 
 
 def _runs(seed: int | None) -> list[int]:
-    """Return the seeds of nine runs: two healthy ones, and each fault."""
+    """Return the seeds of eleven runs: two healthy ones, and each fault."""
     dice, found = random.Random(seed), {}
     while len(found) < len(_FAULTS) + 1:
         number = dice.randrange(10**6)
@@ -450,7 +448,7 @@ def _runs(seed: int | None) -> list[int]:
     kind="fault",
 )
 def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
-    """Judge `diagnose(run)`: None, or (step, part, ranks), the same on each of two ranks, for eleven runs."""
+    """Judge `diagnose(run)`: None, or (step, part, ranks), the same on each of two ranks, for thirteen runs."""
     _is_written(answer, None)
     runs = _runs(seed) + [new for new in _runs(None) if _fault(new)[0]][:2]  # no list of answers has the last two
     found = ask_ranks(answer, 2, runs, make=TrainingRun)
@@ -459,8 +457,9 @@ def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
         _judge_diagnosis(agreed([*map(_read_diagnosis, by_rank)]), _first_wrong(TrainingRun(number), number))
     return (
         f"{len(runs)} runs, two of them new. Of the others two are healthy, one took its second epoch in the order of the "
-        "first, one rounded a rank's inputs, one went forward with weights of the step before, one clipped blocks alone, one "
-        "counted ranks as steps of the schedule, on one a rank left an update out, and one's optimizer lacked a block."
+        "first, one rounded a rank's inputs, one went forward with weights of the step before, one summed gradients over "
+        "ranks, one clipped blocks alone, one counted ranks as steps of the schedule, on one a rank left an update out, one's "
+        "optimizer lacked a block, and one took Adam for AdamW."
     )
 
 
@@ -483,8 +482,8 @@ def _judge_diagnosis(said: tuple[int, str, list[int]] | None, truth: tuple[int, 
         "",
         (f"A healthy run is accused, of {(said or PARTS)[1]!r} in step {(said or PARTS)[0]}: do what the task says of that part, and "
          "allow for rounding, 1e-13 at most. `clip_grad_norm_` divides by the norm plus 1e-6", truth is None and said),
-        ("You find nothing in a run of which one process does something else: losses that look alike are no proof, so compare "
-         "what every part leaves behind", truth and said is None),
+        ("You find nothing in a run of which one process does something else: compare what every part leaves behind, on "
+         "each rank, and allow for no more than rounding", truth and said is None),
     )  # fmt: skip
     if said and truth:
         refuse(
