@@ -308,6 +308,11 @@ class plan_cluster:
         pp, v, recompute = found.get(job.model.num_layers, (16, 8, "selective"))
         return _fields(pp, job.gpus // (8 * pp), v, recompute)
 
+    def without_the_idea_one_layer_a_chunk(job):
+        found = {126: (32, 4, "none"), 96: (4, 12, "none"), 105: (7, 15, "selective")}
+        pp, v, recompute = found.get(job.model.num_layers, (16, job.model.num_layers // 16, "selective"))
+        return _fields(pp, job.gpus // (8 * pp), v, recompute)
+
     without_the_idea_one_recipe = lambda job: _fields(8, job.gpus // 64, 1, "selective")
     without_the_idea_whatever_fits = lambda job: _first(job, key=lambda one: -one[0])
 

@@ -517,16 +517,16 @@ class Cluster(Sealed):
 
 
 def _clusters(seed: int) -> list[Case]:
-    """Return a published job, others with more GPUs or another batch than anybody's, and a new one of new depth and length."""
+    """Return a published job, others with more GPUs or another batch, and two new ones, shallow and deep."""
     dice, rows = random.Random(seed), {run.name: run for run in MEASURED_RUNS}
     found = [CASES["llama-405b"]]
-    for name in _ROWS:
+    for name, depths in zip((*_ROWS, _ROWS[-1]), ((), (), (4, 5), (7, 9, 10, 11, 12)), strict=True):
         run, more, batch = rows[name], dice.choice((2, 4)), dice.choice((1, 2)) * rows[name].global_batch
-        if name == _ROWS[-1]:  # other depths and lengths want other stages, and another recomputation than none
-            more, depth = NEW.randint(2, 8), 16 * NEW.choice((4, 5, 6, 7, 9, 10, 11, 12))
+        if depths:  # other depths want another recomputation: selective at 64 or 80 layers, full at most others
+            more, depth = NEW.randint(2, 8), 16 * NEW.choice(depths)
             batch = 64 * more * NEW.randint(2, 16)  # so that chunks are possible in 16 stages
             model = replace(run.model, num_layers=depth, max_positions=4096)
-            run = replace(run, model=model, seq=4096 if depth < 112 else NEW.choice((2048, 4096)))
+            run = replace(run, model=model, seq=4096 if depth < 160 else NEW.choice((2048, 4096)))
         run, size = replace(run, gpus=more * run.gpus, global_batch=batch), count_params(run.model).total / 1e9
         found.append(Case(f"{size:.0f}B on {run.gpus:,} {run.gpu}, batch {batch:,} of {run.seq:,} tokens", run, ""))
     return found
@@ -539,7 +539,7 @@ def _clusters(seed: int) -> list[Case]:
     "the recomputation add to a step, and take the least.",
 )
 def plan_cluster(answer: Callable[[Cluster], Mapping[str, int | str]], seed: int = 7) -> str:
-    """Judge `plan_cluster(job)`: for four clusters, three of them nobody's, a layout that fits and is not far from the best."""
+    """Judge `plan_cluster(job)`: for five clusters, four of them nobody's, a layout that fits and is not far from the best."""
     done = []
     for case in _clusters(seed):
         name = case.name
