@@ -452,9 +452,10 @@ def diagnose(answer: Callable[[TrainingRun], Any], seed: int = 1996) -> str:
     _is_written(answer, None)
     runs = _runs(seed) + [new for new in _runs(None) if _fault(new)[0]][:2]  # no list of answers has the last two
     found = ask_ranks(answer, 2, runs, make=TrainingRun)
-    # The healthy ones first: who accuses them reads why.
-    for number, by_rank in sorted(zip(runs, found, strict=True), key=lambda run: _fault(run[0])[0] != ""):
-        _judge_diagnosis(agreed([*map(_read_diagnosis, by_rank)]), _first_wrong(TrainingRun(number), number))
+    where = [_first_wrong(TrainingRun(number), number) for number in runs]
+    # The healthy ones first: who accuses them reads why. Then the earliest: who counts from 0 reads so.
+    for truth, by_rank in sorted(zip(where, found, strict=True), key=lambda run: run[0][0] if run[0] else 0):
+        _judge_diagnosis(agreed([*map(_read_diagnosis, by_rank)]), truth)
     return (
         f"{len(runs)} runs, two of them new. Of the others two are healthy, one took its second epoch in the order of the "
         "first, one rounded a rank's inputs, one went forward with weights of the step before, one summed gradients over "
