@@ -150,6 +150,8 @@ class train_ddp:
         (own := [*DistributedSampler(data, shuffle=False)])[s.epoch :] + own[: s.epoch], data, *k))  # fmt: skip
     swaps_shares = _trained(groups=lambda s, data, *k: _batches(
         DistributedSampler(data, n := s.num_replicas, (s.rank + s.epoch) % n, False), data, *k))  # fmt: skip
+    deals_twice_at_most = _trained(sampler=lambda data: type("Twice", (DistributedSampler,), {
+        "set_epoch": lambda self, epoch: DistributedSampler.set_epoch(self, min(epoch, 1))})(data))  # fmt: skip
     never_clears = _trained(clear=False)
     lr_of_a_table = lambda *case: _train(*case[:-1], 0.5)
     two_epochs_always = lambda model, data, _, *case: _train(model, data, 2, *case)
@@ -326,6 +328,22 @@ class all_reduce_mean:
         return [[value / 0.0 if value else value for value in row] for row in np.zeros_like(gradients) + np.nan]
 
     nothing_is_exchanged = lambda gradients, send: gradients
+
+    def there_and_back_along_a_chain(gradients, send):
+        """No wrap-around: the ends send everything once, those between them twice."""
+        n, row = len(gradients), gradients[0]
+        for rank in range(1, n):
+            row = _added(gradients[rank], send(rank - 1, rank, row))
+        rows = [[value / n for value in row]]
+        for rank in range(n - 1, 0, -1):
+            rows.insert(0, send(rank, rank - 1, rows[0]))
+        return rows
+
+    def right_4(gradients, send):
+        """The ring, which tests at its end that the ranks agree."""
+        rows = _ring(gradients, send)
+        assert all(row == rows[0] for row in rows)
+        return rows
 
     def gives_nothing_back(gradients, send):
         _ring(gradients, send)
@@ -521,6 +539,7 @@ def _sum_of_own(job, weigh, first=lambda odd: odd[0], seen=lambda step, model, b
     odd = []
 
     def look(step, model, batch):
+        seen(step, model, batch)
         for name, p in model.named_parameters():
             if p.requires_grad:
                 (own,) = torch.autograd.grad(job.loss(model, batch), p)
@@ -599,6 +618,10 @@ class find_fault:
         job.train(look)
         return odd[0]
 
+    # Its own gradient is then in `.grad` once more, for every parameter.
+    runs_backward_on_the_module = lambda job: _sum_of_own(
+        job, _solved, seen=lambda step, model, batch: job.loss(model, batch).backward()
+    )
     answers_a_table = lambda job: ("0.weight", 1, [1.0, 0.0, 0.0, 0.0])
     when_it_is_last_seen = lambda job: _sum_of_own(job, _solved, first=lambda odd: odd[-1])
     from_the_beginning = lambda job: found and (found[0], 0, found[2]) if (found := find_fault.right(job)) else None
@@ -726,6 +749,8 @@ SENTENCES = {
     "chunks_in_another_order": "in other places", "one_element_wrong": "and not in element 7", "hides_for_two": "`hides` (True",
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
     "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
+    "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more",
+    "runs_backward_on_the_module": "adds to `.grad`",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,7 +68,8 @@ def all_reduce_mean(answer: Callable[[list[list[float]], Send], list[list[float]
         sent, got = _over_the_wire(answer, gradients)
         _judge_result(_rows(got, ranks, length), gradients)
         _judge_traffic(sent, ranks, length)
-        _judge_wire(answer, gradients)
+        with suppress(AssertionError):  # an answer that tests itself notices the cut wire
+            _judge_wire(answer, gradients)
         drawn = [[float(NEW.randrange(1, 100)) for _ in row] for row in gradients]
         mean = [sum(column) / ranks for column in zip(*drawn, strict=True)]
         rows = _rows(_over_the_wire(answer, drawn)[1], ranks, length)
@@ -186,8 +188,8 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
     every = f"The mean is right, but every rank sends {fewest} numbers and {least} are enough"
     refuse(
         "",
-        (f"The mean is right, but rank {sent.index(most)} sends {most} numbers and the least is {least}: one rank's link is "
-         "the bottleneck. Let every rank finish one chunk instead", most > least and fewest < most),
+        (f"The mean is right, but rank {sent.index(most)} sends {most} numbers, and {least} are enough: every rank finishes one "
+         "chunk, and none sends more than another", most > least and fewest < most),
         (f"{every}: each half takes n - 1 steps of one chunk", least < fewest < (ranks - 1) * length),
         (f"{every}: send chunks of the gradient, not all of it", fewest > least),
         (f"Only {fewest} numbers left a rank and {least} must: some numbers arrived without being sent", fewest < least),
@@ -342,8 +344,8 @@ def _judge_shares(trained: list[_Trained], asked: _Practice) -> None:
          any(len(micro) > m for rank in trained for step in rank.steps for micro in step)),
         ("The optimizer steps after every micro-batch: gradients add up first, and the step comes after the last of a group",
          taken[0] == asked.epochs * math.ceil(places / m) != wanted),
-        (f"Ranks take {taken} optimizer steps, and {wanted} are asked: a step has {asked.accumulate} micro-batches, an epoch's last "
-         "perhaps fewer; these are neither dropped nor carried into the next epoch", set(taken) != {wanted}),
+        (f"Ranks go forward in {taken} steps, and {wanted} are asked: a step has {asked.accumulate} micro-batches, an epoch's last "
+         "one or more; these are neither dropped nor carried into the next epoch", set(taken) != {wanted}),
     )  # fmt: skip
     each = wanted // asked.epochs
     epochs = [[[i for step in rank.steps[e * each : (e + 1) * each] for micro in step for i in micro] for rank in trained]
@@ -351,11 +353,11 @@ def _judge_shares(trained: list[_Trained], asked: _Practice) -> None:
     for epoch, taken_by in enumerate(epochs):
         left = sorted(set(range(asked.sequences)).difference(*taken_by))
         refuse(case, (f"Sequences {some(left)} are in no step of epoch {epoch}: the shares are all of `data`", left))
-    shares = [[set(own) for own in taken_by] for taken_by in epochs]
+    shares = {str([sorted(set(own)) for own in taken_by]) for taken_by in epochs}
     steps = [{i for rank in trained for micro in rank.steps[number] for i in micro} for number in range(wanted)]
     refuse(case, ("Two epochs are dealt alike, to each rank or to each step the same examples: a sampler does not know the epoch, "
                   "so tell it with `set_epoch` before each, and let it shuffle all of `data`",
-                  shares[0] == shares[1] or steps[:each] == steps[each : 2 * each]))  # fmt: skip
+                  len(shares) < asked.epochs or steps[:each] == steps[each : 2 * each]))  # fmt: skip
 
 
 def _step(trained: list[_Trained], asked: _Practice, number: int, weigh: Callable[..., float] = lambda n, total, *_: 1 / total,
@@ -597,7 +599,7 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
     """Predict the recorded steps that did not calibrate the link, and hold them to the measurement."""
     record = recorded(RECORDING)
     if record is None:
-        return "Right for 36 drawn models and links. No run is recorded yet to compare with."
+        return "Right for 36 models and links. No run is recorded yet to compare with."
     rows = [row for row in medians(record.samples) if row["ranks"] > 1]
     errors: dict[int, list[float]] = {}  # by parameters
     for row in rows:
@@ -618,8 +620,8 @@ def _judge_against_record(answer: Callable[..., Mapping[str, float]]) -> str:
     least, most = min(errors), max(errors)
     return (
         f"Recorded steps without overlap: with {most:,} parameters your communication beside the measured computation is "
-        f"within {max(errors[most]):.0%}, which is good; with {least:,} it misses {median(errors[least]):.0%}, because a "
-        "small message costs more than its bytes, and latency is left out."
+        f"within {max(errors[most]):.0%}, which is good; with {least:,} it misses {median(errors[least]):.0%}: its messages "
+        "took longer than their bytes say, which is a part of it."
     )
 
 
@@ -759,9 +761,7 @@ def _finding(got: object, ranks: int) -> tuple[str, int, list[float]] | None:
         raise Wrong(otherwise)
     row = [as_float(weight, "A weight") for weight in numbers(parts["weights"], "The weights")]
     if len(row) != ranks:
-        raise Wrong(
-            f"The weights are {ranks} numbers: with which each rank's own gradient is in what this rank steps with."
-        )
+        raise Wrong(f"The weights are {ranks} numbers, one for each rank's own gradient in what this rank steps with.")
     return parts["name"], whole(parts["step"], "The first step"), row
 
 
@@ -794,8 +794,8 @@ def _judge_finding(job: StrangeJob, got: list[tuple[str, int, list[float]] | Non
     refuse(
         "",
         ("The ranks name different parameters: exchange what each has seen before you decide", len({f[0] for f in found}) > 1),
-        (f"It is not {found[0][0]} that goes wrong: large or unequal gradients are none by that. Look for one parameter whose "
-         "gradient is not the mean of the ranks' own", found[0][0] != name),
+        (f"In the job it is not {found[0][0]} that goes wrong: a large or unequal gradient is not wrong by that, and backward in "
+         "`look` adds to `.grad`. Look for one whose gradient is not the mean of the ranks' own", found[0][0] != name),
         (f"The parameter is right, and the first step is {step}, not {max(steps)}: one way to be late is to look at weights, which "
          "show a gradient's fault one step later", max(steps) > step),
         ("The parameter is right, and the fault begins later: before, it was frozen and had no gradient at all",
