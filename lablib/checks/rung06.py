@@ -247,7 +247,8 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
         case,
         (lambda: f"The shards of {min(seen['stored'])} have another dtype than the parameter had: the policy casts what is "
          "gathered, and fp32 shards are the master weights", seen["stored"]),
-        (lambda: f"{seen['left'][0]} is in no unit, neither sharded nor reduced: the call for the model comes last", seen["left"]),
+        (lambda: f"{seen['left'][0]} is in no unit, neither sharded nor reduced"
+         + ": the call for the model comes last" * seen["rootless"], seen["left"]),
         ("The call for the model itself comes last: without it each unit takes itself for the root", seen["rootless"]),
         (lambda: f"{seen['elsewhere'][0]} is not sharded over the `mesh` given, all axes in their order", seen["elsewhere"]),
         (lambda: f"The model has {seen['more']:+,} values now: two names of one matrix are to stay one", seen.get("more")),
@@ -270,8 +271,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
         (lambda: f"{wrong[0]} is gathered in {seen['dtypes'][wrong[0]]}: `param_dtype` of "
          "a MixedPrecisionPolicy makes it bf16 on the way", wrong),
         ("A step has no reduce-scatter, so that each rank keeps gradients of its own", not seen["units"]),
-        (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`",
-         seen["reduced"] < 4),
+        (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`", seen["reduced"] < 4),
         (f"{wide}Everything is: a unit is what is gathered together, and here it is the model",
          seen["held"] > made.most and seen["units"] <= 1 + len(made.fp32)),
         (f"{wide}They belong to {len(blocks)} layers, which were not freed after they ran, or are one unit",
