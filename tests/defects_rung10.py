@@ -403,6 +403,8 @@ class make_hook:
     not_a_number = _hooks(lambda flat, *_: flat * float("nan"))
     not_divided_not_summed = _hooks(lambda x, *g: x if len(x) % g[0].size() else _in_two_levels(x, *g[:2]) / g[2])
     future_of_the_work = lambda _: lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    divides_list = lambda n: lambda _, bucket: make_hook.future_of_the_work(n)(_, bucket).then(lambda f: f.value() / 4)
+    error_in_then = lambda _: lambda state, bucket: _held(bucket.buffer()).then(lambda f: f.value().means()).wait()
     the_list_itself = lambda n: lambda _, bucket: make_hook.future_of_the_work(n)(_, bucket).then(lambda f: f.value())
     other_names = lambda _: lambda *its: its
     bucket_alone = lambda _: lambda bucket: bucket
@@ -633,7 +635,8 @@ SENTENCES = {
     "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
     "padded_to_threes": "72 elements where 48 do, up to 3", "one_size_for_4_and_8": "Here latency decides", "rounds_of_lablib": "work it out yourself", "no_layer": "you name none",
     "not_kept": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
-    "half_a_ring": "two halves", "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
+    "half_a_ring": "two halves", "divides_list": "the callback: TypeError: unsupported", "error_in_then": "the callback: AttributeError: 'Tensor'",
+    "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
     "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
     "other_names": "with these names", "bucket_alone": "but 2 were given", "gathered_across": "all-reduce its chunk", "summed_among_zeros": "and then the others'",
     "view_behind_padding": "a view whose memory", "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",

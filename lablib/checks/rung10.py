@@ -270,6 +270,7 @@ def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: fl
 # --- DDP's hook for several hosts ---------------------------------------------------------------------------
 
 _VIEW = ", a view whose memory DDP reads from the start: clone it"  # by as_strided
+_LATE = " DDP waits for each hook's Future. All ranks must call each `new_group`, members or not, unless it has use_local_synchronization."
 _RETURNS = "A hook returns a torch.futures.Future that holds the bucket's mean, as long as it, and here it returns {}."
 _SIZES = (7, 12, 5, 9)  # of the parameters; in buckets of 33, 14 and 19, which 2 and 3 and 6 do not divide
 
@@ -346,9 +347,9 @@ def make_hook(answer: Callable[..., Any]) -> str:
         try:
             results = on_ranks(_hook_rank, ranks, answer, per_host, places)
         except Wrong as wrong:
-            late = " So does DDP, until each hook's Future has its value." * ("had not come back" in str(wrong))
-            unused = "stopped on rank" in (said := str(wrong)) and "in line" not in said and "TypeError" not in said
-            raise Wrong(_RETURNS.format("one with no tensor for DDP") if unused else f"{wrong}{late}") from None
+            said = f"{wrong}{_LATE * ('had not come back' in str(wrong))}"
+            no_tensor = any(text in said for text in ("Unable to cast", "a proper Tensor", "isPyObject"))  # DDP's words
+            raise Wrong(_RETURNS.format("one with no tensor for DDP") if no_tensor else said) from None
         _judge_means(results, places, per_host, case)
         _judge_crossing(results, ranks, per_host, case)
     return ("DDP on 4 and on 6 ranks: one mean, and what leaves a host is 2(m-1)/m of the gradients, an equal part from each of "
@@ -393,7 +394,6 @@ def _judge_means(results: list[_Hooked], places: list[int], per_host: int, case:
 
 def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
     hosts, events = ranks // per_host, [(rank, event) for rank, result in enumerate(results) for event in result.events]
-    ops = {event.op for _, event in events}
     # A chunk may be padded to as many elements as there are ranks, and to no more.
     padded = 8 * sum(math.ceil(size / ranks) * ranks for size in results[0].buckets)
     crosses, stays = [0.0] * ranks, [0.0] * ranks
@@ -410,7 +410,7 @@ def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str
         ("The means are right, and come from `lablib`: make the groups and call the collectives of `torch.distributed` yourself",
          any(result.borrowed for result in results)),
         ("The means are right, but made of sends and receives: call collectives on groups, for which NCCL chooses the algorithm, "
-         "and switches that add where there are any", ops & {"send", "recv"}),
+         "and switches that add where there are any", {event.op for _, event in events} & {"send", "recv"}),
         ("The means are right, but the recorder saw nothing cross: finish inside the hook, in its own thread, before it returns",
          max(crosses) == 0),
         (f"The means are right, but one all-reduce over all ranks knows no hosts: {max(of_host):.0f} bytes {several}, and through "

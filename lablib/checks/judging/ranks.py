@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,7 @@ from lablib.launch.ranks import RankError, RankTimeout, run_ranks
 from lablib.toys import torch_names
 
 PATIENCE = 20.0  # seconds until ranks that wait for each other are ended
-MORE = (
-    6  # times that, where a rank was at work: a machine that is busy with others is slow, and the answer may be right
-)
+MORE = 6  # times that, where a rank was at work: on a busy machine the answer may be right
 
 
 def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float = PATIENCE) -> list[Any]:
@@ -39,7 +38,8 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
             "in the same order; a recv waits for its send."
         ) from None
     except RankError as error:
-        last = [line for line in error.traceback.splitlines() if line[:1].isalpha()][-1]  # its text may have more
+        ends = re.search(r"(?m)^\S.*", re.split(r"(?m)^  File .*", error.traceback)[-1])  # its text may have more lines
+        last = ends[0] if ends else error.traceback
         if last.startswith(f"{Wrong.__module__}.Wrong: "):
             raise Wrong(last.partition(": ")[2]) from None
         raise Wrong(
