@@ -309,13 +309,13 @@ def _limits(seed: int, models: int = 2) -> list[tuple]:
 #: Orders of (bytes, FLOPs) that are right, and nearly right, these with whether they end at the first that does not fit.
 _RIGHT = [lambda each, sign=sign: (-each[1] / each[0], sign * each[0]) for sign in (-1, 0, 1)]
 _MISLED = ((lambda each: -each[1] / each[0] ** 2, False), (lambda each: -each[1], False), (_RIGHT[2], True),
-           (lambda each: (each[0] > 2 * BATCH * SEQ * HIDDEN, -each[1] / each[0]), False))  # fmt: skip
+           (lambda each: (each[0] > 2 * BATCH * SEQ * HIDDEN, -each[1] / each[0]), False), (None, False))  # fmt: skip
 
 
-def _too_many(products: list[tuple[int, int]], order: Callable[[tuple[int, int]], Any], ends: bool, room: int) -> int:
-    """Return the FLOPs above the least that run again if outputs are kept in this order."""
+def _too_many(products: list[tuple[int, int]], order: Callable | None, ends: bool, room: int) -> int:
+    """Return the FLOPs above the least that run again if outputs are kept in this order, or the last first."""
     again = -_least_again(products, room)
-    for size, flops in sorted(products, key=order):
+    for size, flops in sorted(products, key=order) if order else products[::-1]:
         room, again = (room - size, again) if size <= room else (room * (not ends), again + flops)
     return again
 
