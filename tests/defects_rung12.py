@@ -84,6 +84,8 @@ class merge:
         new = _logaddexp(a[1], b[1])
         return (a[1] - new).exp()[:, None] * a[0] + (b[1] - new).exp()[:, None] * b[0], new
 
+    looks_at_all_rows_at_once = lambda a, b: a if (a[1] + b[1]).isinf().all() else merge.nothing_with_nothing(a, b)
+
     def forgets_the_new_sum(a, b):
         """Subtracts the larger and stops there."""
         most = torch.maximum(a[1], b[1])
@@ -209,6 +211,10 @@ class packed_step:
     first_documents_alone = _step(labels=lambda t, d, c: _labels(t, d, c & (d == d[:, :1])))
     counts_the_token_before = _step(labels=lambda t, d, c: _labels(t, d, c.roll(1, 1)))
     counts_where_both_count = _step(labels=lambda t, d, c: _labels(t, d, c & c.roll(1, 1)))
+    weighs_with_infinity = _step(weigh=_factor(lambda n, every, mesh: 0 * math.inf))
+    means_of_nothing = _step(
+        weigh=lambda own, labels, mesh: _weigh(own / (n := (labels != -100).sum()) * n, labels, mesh)
+    )
     masks_with_0 = _step(labels=lambda t, d, c: _labels(t, d, c).clamp(min=0))
     leaves_out_the_last_label = _step(labels=lambda t, d, c: F.pad(_labels(t, d, c)[:, :-1], (0, 1), value=-100))
     learns_prompts = _step(labels=lambda t, d, c: _labels(t, d, torch.ones_like(c)))
@@ -248,6 +254,9 @@ class packed_step:
     def right_looks_first(model, *batch):
         """Calls the model without gradients before each step."""
         return packed_step.right(lambda *given: (torch.no_grad()(model)(*given), model(*given))[1], *batch)
+
+    def right_looks_first_with_gradients(model, *batch):
+        return packed_step.right(lambda *given: (model(*given), model(*given))[1], *batch)
 
     right_renumbers_documents = _step(seen=lambda d: d - d[:, :1] + 100 * torch.arange(len(d))[:, None])
 
@@ -518,6 +527,9 @@ SENTENCES = {
     "weighs_by_lse": "The weights are the lse themselves",
     "the_larger_takes_all": "both have a share",
     "empty_is_zero": "merged it still is",
+    "looks_at_all_rows_at_once": "-inf minus -inf",
+    "weighs_with_infinity": "returns is not a number (dp=2",
+    "means_of_nothing": "rank 3 has no label",
     "half_precision": "keep fp32",
     "doubles_the_larger_sum": "lse must be the log",
     "no_maximum": "Subtract the larger of both lse",

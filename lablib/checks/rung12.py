@@ -69,7 +69,7 @@ def _parts() -> list[tuple[str, Part, Part, Part]]:
     cases = [("one row by hand", _attend(hand[0], hand[2]), _attend(hand[1], hand[3]), both)]
     dice = torch.Generator().manual_seed(NEW.randrange(2**31))  # no list has these
     kinds = ("two blocks of random scores", "scores of about 1,000", "rows that see nothing in a block",
-             "blocks in which no row sees anything")  # fmt: skip
+             "rows that see nothing in either block")  # fmt: skip
     for kind in kinds:
         scores = 3 * torch.randn(5, 7, generator=dice, dtype=torch.float64)
         values = torch.randn(7, 4, generator=dice, dtype=torch.float64)
@@ -80,7 +80,7 @@ def _parts() -> list[tuple[str, Part, Part, Part]]:
         if kind == kinds[2]:
             scores[0, :3] = scores[1, 3:] = scores[4, 3:] = -math.inf
         if kind == kinds[3]:
-            scores[:] = -math.inf
+            scores[2:] = -math.inf
         first, second = _attend(scores[:, :3], values[:3]), _attend(scores[:, 3:], values[3:])
         cases.append((kind, first, second, _attend(scores, values)))
     return cases
@@ -125,9 +125,8 @@ def _judge_merge(got: Any, a: Part, b: Part, truth: Part, kind: str) -> None:
     larger = torch.maximum(lse_a, lse_b)
     near = _within(truth[1])
     if not near(lse, truth[1]):
-        if "no row" in kind:
-            raise Wrong(f"Both lse are -inf, the log of a sum of nothing; merged it still is, and yours is {_shown(lse)} "
-                        f"({kind}).")  # fmt: skip
+        if (gone := lse[truth[1] == -math.inf]).isfinite().any():
+            raise Wrong(f"Two lse of -inf, the log of a sum of nothing: merged it still is, yours is {_shown(gone)}.")
         _refuse_half(lse, truth[1], "lse")
         slips = [
             ("These are the sums of exponentials; lse is the logarithm of their sum", lse_a.exp() + lse_b.exp()),
@@ -164,9 +163,9 @@ def _not_a_number(kind: str, error: str = "") -> str:
     if "1,000" in kind:
         return (f"With {kind} {what}: exp(1,000) is more than a float can hold, and exp(-1,000) is zero. Subtract the larger "
                 "of both lse, row by row, before the exponential.")  # fmt: skip
-    if "nothing" in kind:
+    if "nothing in a" in kind:
         return f"With {kind} {what}: there lse is -inf and its weight is zero, so the result must be the other part."
-    if "no row" in kind:
+    if "either" in kind:
         return (f"With {kind} {what}: both lse are -inf, and -inf minus -inf is undefined. Nothing merged with nothing is "
                 "output 0 and lse -inf.")  # fmt: skip
     return f"{what.capitalize()} ({kind})."
@@ -273,12 +272,12 @@ def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
         dist.barrier()  # a collective that some ranks left out waits here, and meets no gradient
         if not model.seen:
             raise Wrong(f"Rank {dist.get_rank()} does not call the model with gradients; it must, without labels too.")
-        tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*model.seen, strict=True))
-        grads = [part[3].grad for part in model.seen]
-        if any(grad is None for grad in grads) or all(p.grad is None for p in model.parameters()):
+        learned = [part for part in model.seen if part[3].grad is not None]  # others it may have looked at
+        if not learned or all(p.grad is None for p in model.parameters()):
             raise Wrong(f"At the end rank {dist.get_rank()} has no gradients: run backward and leave what it gives.")
+        tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*learned, strict=True))
         # A token's loss pulls the logit of its label up and all others down, by their probabilities and its weight.
-        grad, chances = torch.cat(grads), logits.softmax(-1)
+        grad, chances = torch.cat([part[3].grad for part in learned]), logits.softmax(-1)
         labels = grad.argmin(-1)
         weights = -(grad / (1 - chances)).gather(-1, labels[..., None])[..., 0]
         labels = labels.masked_fill(weights.abs() < 1e-12, IGNORED)
@@ -334,7 +333,7 @@ def _judge_held(found: Sequence[Any], batch: Batch, dp: int, cp: int) -> None:
         case,
         ("The ranks of one cp group hold different sequences, and attention joins what does not belong together: a sampler "
          "counts dp ranks", any(each != group[0] for group in groups for each in group)),
-        (f"The replicas together have the sequences {dealt}: each of the {_ROWS} belongs to one replica",
+        (f"The replicas together learn from the sequences {dealt}: each of the {_ROWS} belongs to one replica, once",
          dealt != [*range(_ROWS)]),
     )  # fmt: skip
     for rank, each in enumerate(held):
@@ -374,19 +373,21 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
     labels, losses, gradients = truth
     case, n, total = f"dp={dp}, cp={cp}", dp * cp, int((labels != IGNORED).sum())
     place = {int(token): divmod(i, _SEQ + 1) for i, token in enumerate(batch[0].flatten())}
-    sums, counts, wrong = [], [], []
+    sums, counts, wrong, lost = [], [], [], []
     # fp32 angles differ where positions restart, and norms round gradients of another size otherwise.
     atol = 1e-6 * gradients.abs().max().item()
     equal = all(torch.allclose(each[6], gradients, rtol=1e-4, atol=atol) for each in found)
     for rank, each in enumerate(found):
         here = [[place[token] for token in row] for row in each[0]]
-        if any(math.isnan(w) for row in each[4] for w in row) or math.isnan(each[5]):
-            raise Wrong(f"Where no token counts 0 is divided by 0: divide by all ranks' labels ({case}, rank {rank}).")
+        lost += [rank] * (math.isnan(each[5]) or any(math.isnan(w) for row in each[4] for w in row))
         for row, learned in zip(here, each[3], strict=True):
             wrong += [(rank, *i, got, place.get(got)) for i, got in zip(row, learned, strict=True) if got != labels[i]]
         at = tuple(zip(*(pair_ for row in here for pair_ in row), strict=True))
         sums.append(losses[at].sum().item())
         counts.append(int((labels[at] != IGNORED).sum()))
+    if lost:
+        why = f": rank {counts.index(0)} has no label, and its mean may be 0 divided by 0" if 0 in counts else ""
+        raise Wrong(f"What rank {lost[0]} trains on or returns is not a number{why} ({case}).")
     _explain_labels(wrong, batch, labels, case, _SEQ // (2 * cp))
     own = [sum(counts[rank // cp * cp : (rank // cp + 1) * cp]) for rank in range(n)]  # of the cp group
     mean, means = sum(sums) / total, [s / c if c else math.nan for s, c in zip(sums, counts, strict=True)]
@@ -400,8 +401,7 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
              "number, dp and cp together", 1 / total),
             ("This fits an average over one axis of the mesh; gradients are averaged over dp and cp together", cp / total),
             ("This fits an average over one axis of the mesh; gradients are averaged over dp and cp together", dp / total),
-            ("The labels of one cp group are counted, and other replicas have more or fewer", 1 / max(1, own[rank])),
-            ("The labels of one cp group are counted, and other replicas have more or fewer", cp / max(1, own[rank])),
+            *(("The labels of one cp group are counted, and other replicas have more or fewer", of / max(1, own[rank])) for of in (1, cp)),
             ("The sum is divided by all tokens; those without a label do not count", n / losses.numel()),
             ("Backward runs from the plain sum: its gradient grows with the tokens", 1.0),
         ]  # fmt: skip
@@ -548,7 +548,7 @@ def _picked(seed: int) -> list[int]:
     idea="Attention is linear in its values, so values that tell whose they are show in the output how much of each was taken.",
     section="Softmax of one row whose keys lie on two ranks",
     line="In each layer call the attention with the rows of an identity as values, and start backward with them too: the output "
-    "and the values' gradient are its matrix of weights, to be compared with that of one process block by block.",
+    "is its matrix of weights, the values' gradient the transpose: compare both with one process, block by block.",
 )
 def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
     """Judge `find_wrong_block(job)`, which runs on each of four ranks, on jobs of every kind and a healthy one."""
@@ -662,8 +662,8 @@ def _fits(job: Job, way: str) -> bool:
 @check(
     idea="First what can run: whole heads for Ulysses, equal chunks for the others, buffers that fit. Then what sends least.",
     section="Ring, all-gather, Ulysses: bytes, messages, memory, limits",
-    line="Drop Ulysses unless cp divides kv_heads // tp, the others unless 2 cp (cp without a causal mask) divides seq, and "
-    "all whose buffers are larger than room; take the least sent of the rest.",
+    line="Drop Ulysses unless cp divides seq and kv_heads // tp, the others unless 2 cp (cp without a causal mask) divides "
+    "seq, and all whose buffers are larger than room; take the least sent of the rest.",
 )
 def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> str:
     """Judge `choose_split(seq, heads, kv_heads, head_dim, tp, cp, dp, causal, room)` for jobs of every kind."""
