@@ -104,6 +104,19 @@ class choose_timeout:
         cost = (groups - 1) * (deaths * s + torch.minimum(s, s[:, None]).sum(0)) + heal * (s[:, None] > s).sum(0)
         return s[cost.argmin()]
 
+    def right_5(silences, deaths, groups, heal):
+        """More candidates than silences, a line for each thought."""
+        best, low, rows = None, math.inf, sorted(silences)
+        for timeout in [*rows, *(1.001 * s for s in rows), *((a + b) / 2 for a, b in itertools.pairwise(rows))]:
+            cost = (groups - 1) * deaths * timeout
+            for silence in rows:
+                waited = min(silence, timeout)
+                cost += (groups - 1) * waited
+                if silence > timeout:
+                    cost += heal
+            best, low = (timeout, cost) if cost < low else (best, low)
+        return best
+
 
 def _samples(epoch_order, count, first, batch):
     return [epoch_order(p // count)[p % count] for p in range(first, first + batch)]
