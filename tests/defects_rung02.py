@@ -281,6 +281,7 @@ class all_reduce_mean:
     knows_small_rings = lambda gradients, send: _ring(gradients, send) if len(gradients) < 6 else gradients
     gather_one_step_short = lambda gradients, send: _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
     one_step_too_many = lambda gradients, send: _ring(gradients, send, reduce_steps=lambda n: n)
+    all_reduces_twice = lambda gradients, send: _ring(_ring(gradients, send), send)
 
     def through_rank_0(gradients, send):
         n = len(gradients)
@@ -750,7 +751,7 @@ SENTENCES = {
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
     "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
     "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more",
-    "runs_backward_on_the_module": "adds to `.grad`",
+    "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

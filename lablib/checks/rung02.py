@@ -190,8 +190,7 @@ def _judge_traffic(sent: list[int], ranks: int, length: int) -> None:
         "",
         (f"The mean is right, but rank {sent.index(most)} sends {most} numbers, and {least} are enough: every rank finishes one "
          "chunk, and none sends more than another", most > least and fewest < most),
-        (f"{every}: each half takes n - 1 steps of one chunk", least < fewest < (ranks - 1) * length),
-        (f"{every}: send chunks of the gradient, not all of it", fewest > least),
+        (f"{every}: n - 1 chunks of 1/n of the gradient in each half of the all-reduce", fewest > least),
         (f"Only {fewest} numbers left a rank and {least} must: some numbers arrived without being sent", fewest < least),
     )  # fmt: skip
 
