@@ -794,7 +794,7 @@ class zero_tradeoffs:
 
 #: What the sentence about a mistake must say.
 SENTENCES = {
-    "never_ends": "It never ends",
+    "never_ends": "a loop never ends",
     "without_the_idea_full_gradients_kept": "are stage 1",
     "gathers_all_weights_at_once": "copies take room too",
     "new_buckets_beside_the_old": "copies take room too",

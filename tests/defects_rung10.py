@@ -618,7 +618,7 @@ SENTENCES = {
     "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "up to 8 in a message",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
     "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",
-    "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "a loop in your answer never ends",
+    "replaces_from_the_start": "is added to what is there", "passes_on_another_chunk": "must leave first", "never_stops": "messages so far",
     "room_in_float32": "receive is float32", "rounded_to_bfloat16": "The sums are rounded",
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
     "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "travels uncut",

@@ -445,7 +445,7 @@ class World(Turns):
         """Give the turn back, and be the last one to get it again or not."""
         self.events += 1
         if self.events > _EVENTS:
-            raise Wrong(f"After {_EVENTS:,} turns the ranks still go on: a loop in your answer never ends.")
+            raise Wrong(f"After {_EVENTS:,} turns the ranks go on: a loop of yours never ends, or asks too often.")
         self.order = [*(each for each in self.order if each != rank), rank] if last else self.order
         self.pause(rank)
 

@@ -83,7 +83,7 @@ class World(Turns):
                 raise Wrong(f"Rank {rank} of {self.ranks} calls exchange with {name}={str(other)[:9]}: " + (
                     "nobody sends to itself." if other == rank else "after a ring's last rank comes rank 0, and doubling has log2(n) rounds."))  # fmt: skip
         if len(self.messages) > 100 * self.ranks**2:
-            raise Wrong(f"The ranks exchange and exchange: a loop in your answer never ends, and 2(n-1) = "
+            raise Wrong(f"The ranks exchange and exchange: {len(self.messages):,} messages so far, and 2(n-1) = "
                         f"{2 * (self.ranks - 1)} steps are enough for {self.ranks} ranks.")  # fmt: skip
         self.messages.append(_Message(rank, to, send.numel()))
         done = self.clock[rank] + self.latency + 8 * send.numel() / self.bandwidth

@@ -51,7 +51,7 @@ class guarded:
     """
 
     def __init__(self, *case: object, lines: int = MOST_LINES, called: dict[str, None] | None = None) -> None:
-        self.case, self.left, self.called = case, lines, called
+        self.case, self.lines, self.left, self.called = case, lines, lines, called
 
     def __enter__(self) -> None:
         self.before = sys.gettrace()
@@ -62,7 +62,9 @@ class guarded:
         if isinstance(error, _Endless):
             shown = ", ".join(map(_brief, self.case))
             told = f" for {shown}" if 0 < len(shown) < 100 else ""
-            raise Wrong(f"It never ends{told}: a loop waits for something that no line in it brings about.") from None
+            raise Wrong(
+                f"It has not ended{told} after {self.lines:,} of its lines: a loop never ends, or tries far too much."
+            ) from None
 
     def _count(self, frame: FrameType, event: str, arg: object) -> Callable | None:
         if event == "call":
@@ -164,7 +166,7 @@ def _written_out(value: Any, depth: int = 3) -> Any:
         # What comes is written out before the next comes: a generator inside may use what its maker goes on with.
         values = [_written_out(each, depth - 1) if depth else each for each in islice(value, MOST_VALUES + 1)]
         if len(values) > MOST_VALUES:
-            raise Wrong(f"It never ends: value after value comes, {MOST_VALUES:,} so far.")
+            raise Wrong(f"After {MOST_VALUES:,} values more come: a loop never ends, or gives far more than was asked.")
         return values
     if depth == 0 or type(value) not in (list, tuple, dict) or len(value) > MOST_VALUES:
         return value

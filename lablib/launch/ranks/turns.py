@@ -56,7 +56,7 @@ class Turns:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(_Stopped)
                 )
-                self._error = Endless(f"Rank {rank} runs and runs: there is a loop in your answer that never ends.")
+                self._error = Endless(f"Rank {rank} runs and runs: a loop of yours never ends, or does far too much.")
         self._over = True
         for turn in self._turn:
             turn.release()
