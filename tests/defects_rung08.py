@@ -3,6 +3,7 @@
 # ruff: noqa: E731
 
 import contextlib
+import copy
 import enum
 import math
 import random
@@ -333,6 +334,23 @@ class train_step:
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() / scale != 0.5:
+            schedule.step()
+
+    def right_5(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        """A working copy in fp16, as master weights have it; its gradients go to the fp32 weights."""
+        optimizer.zero_grad()
+        working = copy.deepcopy(model).half()
+        for x, y in micro_batches:
+            gradients = torch.autograd.grad(scaler.scale(working(x.half(), y)), list(working.parameters()))
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                g = g.float() / len(micro_batches)
+                p.grad = g if p.grad is None else p.grad + g
+        _mean_over_ranks(model)
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if norm.isfinite():
             schedule.step()
 
 

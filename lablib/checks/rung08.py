@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -154,12 +154,13 @@ _THEN = ("plain", "tiny", "rank 0 overflows", "rank 1 overflows")  # in another 
 
 
 class Network(nn.Module):
-    """Two layers and a loss; writes down in which dtype its second product ran."""
+    """Two layers and a loss; writes down in which dtype its second product ran, or that of a copy."""
+
+    dtypes: ClassVar[set[torch.dtype]] = set()
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
-        self.dtypes: set[torch.dtype] = set()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of a micro-batch."""
@@ -243,10 +244,9 @@ def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
 
 
 def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: list[Tensor] | None) -> None:
-    first, scale = here[0], here[0]["scale"]
+    first, scale, became = here[0], here[0]["scale"], " and ".join(f"{each['became']:g}" for each in here)
     steps, dtypes = [len(each["given"]) for each in here], set().union(*(each["dtypes"] for each in here))
     overflow, other = "overflows" in kind, dtypes - {torch.float16}
-    became = " and ".join(f"{each['became']:g}" for each in here)
     ran = ", ".join(sorted(str(d).removeprefix("torch.") for d in other))
     wanted, full = scale / 2 if overflow else 2 * scale if grows else scale, 4 * first["weights"].numel()
     refuse(
