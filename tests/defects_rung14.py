@@ -76,6 +76,9 @@ class choose_timeout:
     a_table_of_the_days = _table(rung14.choose_timeout, _least)
     longest_if_nobody_dies = lambda silences, *rest: _least(silences, *rest) if rest[0] else max(silences)
     a_little_longer = lambda *day: 1.2 * _least(*day)
+    below_all_silences = lambda silences, *rest: min(
+        [1e-6, *silences], key=lambda timeout: _lost(timeout, silences, *rest)
+    )
 
     def right(silences, deaths, groups, heal):
         """A grid of numpy."""
@@ -395,6 +398,7 @@ SENTENCES = {
     "blocks_of_all": "each is somebody's",
     "never_a_false_alarm": "waits for the longest silence",
     "half_a_beat": "shorter than the ordinary time",
+    "below_all_silences": "shorter than the ordinary time",
     "alarms_are_free": "they are not free",
     "pauses_cost_nothing": "pays for pauses too",
     "mean_of_means": "A mean of 2 means",

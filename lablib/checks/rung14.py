@@ -84,7 +84,7 @@ def choose_timeout(answer: Callable[[list[float], int, int, float], Any], seed: 
         refuse(case, ("A timeout is a positive number of seconds, and finite", not 0 < timeout < float("inf")))
         best = _best(silences, deaths, groups, heal)
         least, given = (_lost(t, silences, deaths, groups, heal) for t in (best, timeout))
-        if given > _SLACK * least + 1e-9:
+        if given > _SLACK * least + 1e-9 or timeout < 0.99 * min(silences):
             _explain_timeout(timeout, best, given, least, silences, deaths, groups, heal, case)
     return f"{len(days)} days: none of your timeouts costs 3 % more than the best one."
 
