@@ -14,6 +14,7 @@ from lablib.calc.parallel import WAYS, attention_traffic, context_buffers, conte
 from lablib.checks import rung12
 from lablib.toys.context_parallel import merge as merge_parts
 from lablib.toys.context_parallel import shard, unshard
+from lablib.toys.context_parallel.softmax import weights
 from tests.planted import listed
 
 
@@ -84,6 +85,17 @@ class merge:
         new = _logaddexp(a[1], b[1])
         return (a[1] - new).exp()[:, None] * a[0] + (b[1] - new).exp()[:, None] * b[0], new
 
+    def zero_over_zero(a, b):
+        """Guards the subtraction and not the division."""
+        most = torch.maximum(a[1], b[1]).nan_to_num(neginf=0.0)
+        out, lse = merge.no_maximum((a[0], a[1] - most), (b[0], b[1] - most))
+        return out, lse + most
+
+    def adds_a_little(a, b):
+        most = torch.maximum(a[1], b[1]).nan_to_num(neginf=0.0)
+        total = (a[1] - most).exp() + (b[1] - most).exp() + 1e-3
+        return merge.right(a, b)[0], total.log() + most
+
     looks_at_all_rows_at_once = lambda a, b: a if (a[1] + b[1]).isinf().all() else merge.nothing_with_nothing(a, b)
 
     def forgets_the_new_sum(a, b):
@@ -115,6 +127,11 @@ class merge:
         (out_a, lse_a), (out_b, lse_b) = a, b
         towards = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0).unsqueeze(-1)
         return [out_a + towards * (out_b - out_a), torch.stack((lse_a, lse_b)).logsumexp(0)]
+
+    def right_4(a, b):
+        """Weighs with lablib's weights, and merges itself."""
+        lse = _logaddexp(a[1], b[1])
+        return sum(weights(each[1][:, None], lse) * each[0] for each in (a, b)), lse
 
     def right_5(a, b):
         """All in fp32, which rounds a score of 1,000 by 3e-5."""
@@ -358,6 +375,7 @@ class find_wrong_block:
     without_the_idea_first_block_that_differs = _found(odd=False)
     without_the_idea_one_answer = lambda job: {"what": "weights", "layer": 2, "rank": 1, "step": 1}
     always_healthy = lambda job: None
+    says_false_for_healthy = lambda job: _found()(job) or False
     names_the_owner_of_the_keys = _found(rank_of="keys")
     names_the_source = _found(steps=lambda rank, source: source)
     counts_the_other_way = _found(steps=lambda rank, source: (source - rank) % 4)
@@ -395,9 +413,8 @@ class find_wrong_block:
         return _found()(job) or {}
 
     def right_tuple(job):
-        """In the order of the question."""
-        found = _found()(job)
-        return found and tuple(found.values())
+        """In the order of the question; of a healthy job nothing is `what`."""
+        return tuple((_found()(job) or {"what": None, "layer": 0, "rank": 0, "step": 0}).values())
 
 
 def _sent(seq, heads, kv_heads, head_dim, cp):
@@ -531,6 +548,8 @@ SENTENCES = {
     "weighs_with_infinity": "returns is not a number (dp=2",
     "means_of_nothing": "rank 3 has no label",
     "half_precision": "keep fp32",
+    "adds_a_little": "add nothing to the sums",
+    "zero_over_zero": "0 / 0",
     "doubles_the_larger_sum": "lse must be the log",
     "no_maximum": "Subtract the larger of both lse",
     "one_larger_for_all_rows": "row by row",
@@ -578,6 +597,7 @@ SENTENCES = {
     "counts_layers_from_1": "Layers count from 0",
     "never_looks_at_the_mask": "that no query may see",
     "last_digits": "A healthy job is called sick",
+    "says_false_for_healthy": "or None for a healthy job",
     "without_the_idea_three_calls": "answers for you",
     "query_heads_decide": "query heads alone are not enough",
     "enough_key_heads": "query heads alone are not enough",

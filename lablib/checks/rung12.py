@@ -104,7 +104,7 @@ def merge(answer: Callable[[Part, Part], Part]) -> str:
                 raise
             raise Wrong(_not_a_number(kind, type(error).__name__)) from None
         _judge_merge(got, a, b, truth, kind)
-    if any(name.startswith("lablib.toys.context_parallel") for name in getattr(answer, "called", ())):
+    if "lablib.toys.context_parallel.softmax.merge" in getattr(answer, "called", ()):
         raise Wrong("It is right, and lablib's own merge answers for you: weigh both outputs yourself.")
     return f"{len(cases)} pairs of blocks, scores of about 1,000 and rows that see nothing among them."
 
@@ -166,8 +166,8 @@ def _not_a_number(kind: str, error: str = "") -> str:
     if "nothing in a" in kind:
         return f"With {kind} {what}: there lse is -inf and its weight is zero, so the result must be the other part."
     if "either" in kind:
-        return (f"With {kind} {what}: both lse are -inf, and -inf minus -inf is undefined. Nothing merged with nothing is "
-                "output 0 and lse -inf.")  # fmt: skip
+        return (f"With {kind} {what}: both lse are -inf and both sums 0, where -inf minus -inf, 0 / 0 and math.log(0) are "
+                "undefined. Nothing merged with nothing is output 0 and lse -inf.")  # fmt: skip
     return f"{what.capitalize()} ({kind})."
 
 
@@ -183,8 +183,8 @@ def _within(lse: Tensor) -> Callable[[Tensor, Tensor], bool]:
 def _refuse_half(got: Tensor, truth: Tensor, name: str) -> None:
     """Raise `Wrong` for a right number in half precision: the first case has numbers of about one."""
     if torch.allclose(got, truth, atol=1e-2, rtol=0):
-        raise Wrong(f"{name} is right to two or three digits: as many parts are merged as there are ranks, so keep fp32 or "
-                    "wider.")  # fmt: skip
+        raise Wrong(f"{name} is right to a few digits only, and as many parts are merged as there are ranks: keep fp32 or "
+                    "wider, and add nothing to the sums.")  # fmt: skip
 
 
 def _shown(lse: Tensor) -> str:
@@ -562,18 +562,18 @@ def find_wrong_block(answer: Callable[[Job], Any], seed: int = 12) -> str:
 
 
 def _judge_fault(said: Any, fault: Fault | None) -> None:
-    said = None if isinstance(said, Mapping) and all(each is None for each in said.values()) else said
-    if said is None or fault is None:
+    otherwise = "Return a dictionary with what, layer, rank and step, or None for a healthy job."
+    said = dict.fromkeys(Fault._fields) if said is None or (isinstance(said, Mapping) and not said) else said
+    got = by_name(said, *Fault._fields, otherwise=otherwise)
+    if got["what"] is None or fault is None:
         refuse(
             "",
-            ("A healthy job is called sick; by an exact comparison it is, as sums in another order differ in the last digits", said is not None and not fault),
+            ("A healthy job is called sick; by an exact comparison it is, as sums in another order differ in the last digits", got["what"] is not None and not fault),
             ("A sick job passes for healthy on rank 0, which is read: its outputs are right, and what comes back to the keys is not",
              fault and fault.what == "gradients"),
             ("A sick job passes for healthy on rank 0, which is read, though an attention gives an output that one process does not", fault),
         )  # fmt: skip
         return
-    otherwise = "Return a dictionary with what, layer, rank and step, or None for a healthy job."
-    got = by_name(said, *Fault._fields, otherwise=otherwise)
     what, (layer, rank, step) = got["what"], (whole(got[name], f"`{name}`") for name in Fault._fields[1:])
     source = (fault.rank - fault.step) % _RANKS
     refuse(
