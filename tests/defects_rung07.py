@@ -333,6 +333,7 @@ class plan_cluster:
         return job._case.published
 
     factors_that_do_not_multiply = lambda job: _first(job) | {"dp": 4}
+    zero_in_quotes = lambda job: _first(job) | {"zero": "1"}
     everything_recomputed = lambda job: _first(job, modes=("full",))
     nothing_recomputed = lambda job: _first(job, modes=("none",))
     # Asks whether the weights fit, and not the states.
@@ -403,6 +404,7 @@ SENTENCES = {
     "without_the_idea_scores_them_all": "`challenge.score`",
     "without_the_idea_reads_the_case": "This asks the check",
     "factors_that_do_not_multiply": "ranks, but there are gpus=16384",
+    "zero_in_quotes": "zero='1' does not exist",
     "one_chunk_a_rank": "leave the pipeline idle",
 }
 DEFECTS, SECOND_SOLUTIONS = listed(sketch, build_mesh, find_fault, plan_cluster)

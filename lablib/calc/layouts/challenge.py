@@ -225,7 +225,7 @@ def _sentences(case: Case, mine: Candidate, published: float | None, best: Candi
         helps = ["fewer stages"] + ["smaller micro-batches"] * (layout.micro_batch > 1) + ["more chunks"] * finer
         found.append(
             f"{m} micro-batches for {layout.pp} stages{chunks} leave the pipeline idle for "
-            f"{seconds['bubble'] / mine.step:.0%} of the step: {' or '.join(helps)}."
+            f"{seconds['bubble'] / mine.step:.0%} of the step: {' or '.join(helps)}, if that fits."
         )
     if layout.zero == 3 and seconds["dp"] > LARGE_SHARE * mine.step:
         found.append(

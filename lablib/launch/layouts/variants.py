@@ -33,7 +33,7 @@ from lablib.toys.torch_names import all_gather
 from lablib.toys.transformer import Transformer
 from lablib.toys.zero import ZeRO1, ZeRO3
 
-#: AdamW turns an error of a gradient into lr/eps times as much of a weight: here the same, in place of 1e5 times.
+#: AdamW turns an error of a gradient into at most lr/eps times as much of a weight: here once, in place of 1e5 times.
 ADAMW = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 
 

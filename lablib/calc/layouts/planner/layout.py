@@ -130,7 +130,7 @@ def check_layout(
     for name in ("tp", "cp", "ep", "dp", "pp", "micro_batch", "virtual_stages"):
         check_whole(name, getattr(layout, name), 1)
     if layout.zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={layout.zero} does not exist: use 1, 2 or 3, or 0 for replicas")
+        raise ValueError(f"zero={layout.zero!r} does not exist: use 1, 2 or 3, or 0 for replicas")
     one_of("recompute", layout.recompute, RECOMPUTE)
     one_of("schedule", layout.schedule, SCHEDULES)
     t, c, p, d = layout.shape
