@@ -234,6 +234,21 @@ def _double(row, rank, ranks, exchange, rounds=None, steps=1):
         row += room
 
 
+def _halves(row, rank, ranks, exchange, *_, halvings):
+    parts, kept = [], row
+    for bit in range(halvings):
+        low, high = kept.tensor_split(2)
+        mine, other = (high, low) if rank >> bit & 1 else (low, high)
+        room = torch.empty_like(mine)
+        exchange(other, rank ^ 1 << bit, room, rank ^ 1 << bit)
+        mine += room
+        parts.append((bit, mine, other))
+        kept = mine
+    _double(kept, rank, ranks, exchange, rounds=ranks.bit_length() - 1 - halvings, steps=1 << halvings)
+    for bit, mine, other in reversed(parts):
+        exchange(mine, rank ^ 1 << bit, other, rank ^ 1 << bit)
+
+
 def _fast(row, rank, ranks, exchange, latency, bandwidth, ring=None):
     seconds, rounds = 8 * len(row) / bandwidth, ranks.bit_length() - 1
     if ring is None:
@@ -248,6 +263,9 @@ class fast_all_reduce:
     without_the_idea_a_fixed_size = lambda row, *rest: _fast(row, *rest, ring=len(row) > 60)
     with_one_pass = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and 8 * len(row) > 2 * (r[1] - 1) * r[3] * r[4])
     always_halving = lambda row, *rest: fast_all_reduce.right_2(row, *rest[:3], rest[3] * (rest[1] == 2), rest[4])
+    # Halving, but for one round of doubling; and halving once: faster than both where the two cost about the same.
+    without_the_idea_one_doubling = lambda *case: _halves(*case, halvings=max(case[2].bit_length() - 2, 0))
+    without_the_idea_one_halving = lambda *case: _halves(*case, halvings=int(case[2] > 2))
     mean = lambda row, *rest: (_fast(row, *rest), row.div_(rest[1]))
     rounded_to_float32 = lambda row, *rest: (_fast(row, *rest), row.copy_(row.float()))
     one_size_for_4_and_8 = lambda row, *r: _fast(row, *r, ring=r[1] > 2 and row.nbytes > 8.4 * r[3] * r[4])
@@ -297,17 +315,7 @@ class fast_all_reduce:
         if rounds * (latency + seconds) <= 2 * rounds * latency + 2 * (ranks - 1) / ranks * seconds:
             _double(row, rank, ranks, exchange)
             return
-        parts, kept = [], row
-        for bit in reversed(range(rounds)):
-            low, high = kept.tensor_split(2)
-            mine, other = (high, low) if rank >> bit & 1 else (low, high)
-            room = torch.empty_like(mine)
-            exchange(other, rank ^ 1 << bit, room, rank ^ 1 << bit)
-            mine += room
-            parts.append((bit, mine, other))
-            kept = mine
-        for bit, mine, other in reversed(parts):
-            exchange(mine, rank ^ 1 << bit, other, rank ^ 1 << bit)
+        _halves(row, rank, ranks, exchange, halvings=rounds)
 
 
 ring_all_reduce_right = ring_all_reduce.right
@@ -388,6 +396,9 @@ class make_hook:
     without_the_idea_one_flat_all_reduce = _hooks(lambda flat, inside, across, ranks: _sum(flat) / ranks)
     without_the_idea_one_rank_speaks_for_its_host = _hooks(_by_leaders)
     without_the_idea_all_of_it_crosses = _hooks(lambda flat, *its: _sum(_sum(flat, its[0]), its[1]) / its[2])
+    flag_beside_all_that_crosses = _hooks(
+        lambda x, *its: (_sum(x[:1].clone()), _sum(_sum(x, its[0]), its[1]) / its[2])[1]
+    )
     groups_exchanged = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, across, inside) / ranks)
     the_whole_sum_before_it_is_cut = _hooks(_own_chunk_of_a_whole_sum)
     sums = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat, inside, across))
@@ -623,11 +634,12 @@ SENTENCES = {
     "lands_on_what_it_adds_to": "room of its own to arrive in", "one_step_too_many": "a rank takes 7 steps",
     "each_chunk_in_two_messages": "costs α again", "uncut_along_a_chain": "travels uncut",
     "without_the_idea_always_the_ring": "Here latency decides", "without_the_idea_always_doubling": "Here bandwidth decides",
+    "without_the_idea_one_doubling": "pays α 3 times", "without_the_idea_one_halving": "pays α 3 times",
     "with_one_pass": "decides", "always_halving": "pays α 4 times", "mean": "the means over the ranks", "rounded_to_float32": "The sums are rounded",
     "divides_by_the_hosts": "number of hosts only", "one_room_for_all_buckets": "handed out for two",
     "the_same_partner_again": "another partner", "one_round_too_few": "missing in the sums",
     "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others wait",
-    "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
+    "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "flag_beside_all_that_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
     "the_whole_sum_before_it_is_cut": "not all of it", "sums": "DDP wants the mean", "divides_by_the_host": "ranks of a host only",
     "nothing_crosses": "nothing came from the other hosts", "only_across": "others of the host are missing",
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
