@@ -6,7 +6,7 @@ import copy
 import random
 import weakref
 from collections import Counter
-from functools import partial
+from functools import partial, reduce
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -289,6 +289,10 @@ class keep_within:
     without_checkpoints = lambda model, x, limit: model(x)
     nothing_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 0)
     everything_is_saved = lambda model, x, limit: _saving(_by_price)(model, x, 1 << 40)
+    a_block_left_out = lambda model, x, limit: _saving(_by_price)(model[:-1], x, limit)
+    inputs_of_blocks_detached = lambda model, x, limit: reduce(
+        lambda x, block: torch_checkpoint(block, x.detach().requires_grad_(), use_reentrant=False), model, x
+    )
     one_checkpoint_around_all = _saving(_by_price, group=5)
     two_blocks_in_a_checkpoint = _saving(_by_price, group=2)
     other_masks = _saving(_by_price, preserve_rng_state=False)
@@ -445,6 +449,9 @@ class choose:
     first_frees_whole_blocks = lambda job: _one_first(job, job.budget - job.head, job.block)
     full_alone = lambda job: _choose(job, leave=("selective", *(f"every:{k}" for k in range(2, job.layers + 1))))
     forward_reported = lambda job: (best := best_choice(job)) and best | {"peak": moments(job, best["strategy"])[0]}
+    nothing_between_cores_and_all = lambda job: _choose(
+        job, leave=("first", *(f"every:{k}" for k in range(2, job.layers + 1)))
+    )
     never_segments = lambda job: _choose(job, leave=[f"every:{k}" for k in range(2, job.layers + 1)])
     selective_before_everything = lambda job: _choose(job, leave=("first", "every")) or _choose(job)
     ignores_the_budget = lambda job: _choose(job, budget=float("inf"))
@@ -555,7 +562,10 @@ SENTENCES = {
     "first_without_the_head": "what is left for blocks, without the head",
     "first_frees_whole_blocks": "keeps its input, so it frees less",
     "all_but_two": "All but the last may run again",
-    "other_masks": "the replay needs forward's random numbers",
+    "other_masks": "forward's random numbers and autocast",
+    "a_block_left_out": "Return what the model returns; if a trial run",
+    "inputs_of_blocks_detached": "mind the graph back to `x`",
+    "nothing_between_cores_and_all": "the last resort: take what costs less",
     "inputs_of_blocks_forgotten": "the inputs of blocks count too",
     "input_of_the_model_counted": "would do, and",
     "activations_saved_too": "and so does each output that you save",
@@ -590,7 +600,7 @@ SENTENCES = {
     "borrowed_from_pytorch": "PyTorch's own checkpoint",
     "around_that_of_pytorch": "own operators are in the graph",
     "replays_a_copy": "itself and no copy",
-    "random_numbers_of_the_trial_gone": "those of a trial run have to be given back",
+    "random_numbers_of_the_trial_gone": "if a trial run drew random numbers",
     "without_the_idea_end_of_forward": "A replay brings bytes back",
     "without_the_idea_the_replay_alone": "A replay brings bytes back",
     "without_the_idea_a_replay_of_cores_alone": "A replay brings bytes back",

@@ -286,7 +286,7 @@ def keep_within(answer: Callable[[nn.Sequential, Tensor, int], Tensor], seed: in
     for model, plain, each, limit in settings:
         least = _least_again(plain["forward"], limit - each["kept"])
         _judge_within(_train(answer, model, limit), plain, each, limit, least)
-    return f"{len(settings)} steps within their limits, with the gradients of no checkpoint, and hardly a FLOP too many again."
+    return f"{len(settings)} steps within their limits, with the gradients of no checkpoint, and at most a tenth of all FLOPs above the least."
 
 
 @functools.cache
@@ -325,13 +325,13 @@ def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) ->
     most, used = least + _NEAR * every, got["kept"] - each["kept"]
     refuse(
         f"limit {limit:,} bytes, of {plain['kept']:,} without checkpoints",
-        ("Return what the model returns, drawn from the same random numbers: those of a trial run have to be given back",
+        ("Return what the model returns; if a trial run drew random numbers, give them back first",
          not _same(got["value"], plain["value"])),
         (f"{got['kept']:,} bytes are alive when forward has ended, and nothing runs again: wrap the blocks in checkpoints",
          limit < got["kept"] > 0.95 * plain["kept"] and not again),
         (f"{got['kept']:,} bytes are alive when forward has ended: the inputs of blocks count too, and so does each output "
          "that you save", got["kept"] > limit),
-        ("Gradients are not those without checkpoints: the replay needs forward's random numbers and forward's autocast",
+        ("Gradients are not those without checkpoints: mind the graph back to `x`, forward's random numbers and autocast",
          not all(map(_same, got["gradients"], plain["gradients"]))),
         (f"{got['kept']:,} bytes are alive and {again:,} FLOPs run again, where checkpoints of single blocks keep "
          f"{each['kept']:,} or more and repeat {least:,} or more: give each block one of its own",
@@ -575,7 +575,7 @@ _CHOICE_SLIPS: list[Slip] = [
     *_rows("All but the last may run again", lambda job: _answer(options=lambda name: name != f"first:{job.layers - 1}")(job)),
     *_rows("All blocks may run again, in segments of any length", _answer(options=lambda name: name[:5] != "every")),
     *_rows("No replay is needed where everything fits", _answer(options=lambda name: name != "none")),
-    *_rows("Full recomputation is the last resort, not the first", _answer(options=lambda name: name == "every:1")),
+    *_rows("Full recomputation is the last resort: take what costs less where that fits", _answer(options=lambda name: name == "every:1")),
     *_rows("The peak has to fit the budget", _answer(fits=lambda peak, budget: True)),
     *_rows("A peak that equals the budget fits", _answer(fits=operator.lt)),
     *_rows("Of what fits take what computes least again, not what keeps least or stands first",
