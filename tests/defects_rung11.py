@@ -58,6 +58,7 @@ def _kept(
     blocks=True,
     every=1,
     logged=lambda loss: loss,
+    zero=True,
 ):
     """A right program, but for what is asked otherwise.
 
@@ -72,6 +73,7 @@ def _kept(
         strict: Load a random state of its own on every rank, saved or not.
         blocks: Shard the blocks, and not the model alone.
         every: Save each so many of the steps that are to be saved.
+        zero: Set gradients to zero after the update.
     """
     (model, optimizer), rank, ranks = _built(task, blocks), dist.get_rank(), dist.get_world_size()
     name = random(rank)
@@ -117,7 +119,8 @@ def _kept(
             save(step)
         optimizer.param_groups[0]["lr"] = rate(task, step, begun)
         optimizer.step()
-        optimizer.zero_grad()
+        if zero:
+            optimizer.zero_grad()
         if late:
             save(step)
         task.log(step, logged(loss))
@@ -238,6 +241,20 @@ class keep_training:
     )
     epochs_in_the_order_of_the_first = _with(order=lambda task: task.order(0) * task.steps)
     saves_before_the_update = _with(late=False)
+    gradients_of_all_steps_add_up = _with(zero=False)
+
+    def later_epochs_begin_at_the_same_place(task, folder):
+        """The place in the epoch with which the start went on is not set to 0 in the next one."""
+
+        def place(task, step, begun, ranks):
+            epoch, first = divmod(begun * task.batch, task.count)
+            orders = [task.order(later)[first:] for later in range(epoch, epoch + task.steps)]
+            taken[:] = [sample for order in orders for sample in order]
+            return (step - begun - 1) * task.batch
+
+        taken = []
+        _kept(task, folder, place=place, order=lambda task: taken)
+
     believes_the_newest_folder = _with(found=lambda folder: list(Path(folder).glob("[0-9]*")))
     the_newest_by_its_name = _with(found=lambda folder: sorted(_whole_saves(folder), key=lambda path: path.name)[-1:])
     one_folder_for_all_saves = _with(
@@ -573,6 +590,14 @@ class observe_scaling:
         right = _observed(alone, ranks, "weak")["lost"]
         return {**found, "lost": right, "limit": max(right, key=right.get)}
 
+    def ideal_of_all_ranks(alone, ranks, scaling):
+        """In weak scaling it takes the work of all ranks for a rank's share; strong scaling is right."""
+        found = _observed(alone, ranks, scaling)
+        if scaling == "weak":
+            lost = found["lost"] | {p: fmean(r[p] for r in ranks) - len(ranks) * alone[p] for p in ("data", "compute")}
+            found |= {"lost": lost, "limit": max(lost, key=lost.get)}
+        return found
+
     def knows_the_fixed_timelines(*case, seen={}):  # noqa: B006
         if not seen:
             rung11.observe_scaling.__wrapped__(lambda *each: seen.setdefault(str(each), _observed(*each)))
@@ -722,6 +747,7 @@ SENTENCES = {
     "the_first_samples_again": "is taken with other samples", "the_epoch_again": "is taken with other samples",
     "warms_up_again": "a new process begins anew", "no_random_state": "random state", "one_random_state_for_all": "random state",
     "one_seed_for_each_step": "dropout takes away what it took", "logs_what_it_never_computed": "computes the loss of 0",
+    "gradients_of_all_steps_add_up": "at the update before", "ideal_of_all_ranks": "data lost 0 s a step", "later_epochs_begin_at_the_same_place": "samples",
     "saves_before_the_update": "depends on the weights", "believes_the_newest_folder": ".metadata",
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",

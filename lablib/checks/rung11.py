@@ -286,8 +286,8 @@ def _judge_undisturbed(first: dict, task: Task, right: dict[int, float]) -> None
          steps != list(range(1, task.steps + 1))),
         ("With dropout the losses are those without it: train with the model as it is built",
          not off and all(abs(loss - before[step]) < _SAME for step, loss in first["calm"].items() if step in before)),
-        (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process. A batch that "
-         "reaches the end of an epoch goes on in the next, in that one's order", off == crosses),
+        (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process: look whether "
+         "a batch that reaches the end of an epoch goes on in the next, in that one's order, and at the update before", off == crosses),
         (f"Before anything has happened the loss of step {off}, the mean over ranks, is not that of one process: look at which "
          "samples a rank takes and what it logs of them, past step 1 also at the update before, AdamW's at its step's rate", off),
     )  # fmt: skip
@@ -320,10 +320,9 @@ def _judge_again(
          "short must not touch the one before, and any number of ranks loads it", cut and off == start),
         (f"The first loss after the restart, of step {start}, is not what it was: it depends on the weights and on which "
          "samples come next", off == start),
-        (f"The first loss after the restart is right, and that of step {off} is not: the update between them depends on the "
-         "optimizer's moments and on the rate, which a new process begins anew", off == start + 1),
-        (f"After the restart all is right up to step {off}: something is counted from the restart on, and not from step 1",
-         off),
+        (f"The first loss after the restart is right, and that of step {off} is not: look at its samples, and at the "
+         "update between them, at the optimizer's moments and the rate, which a new process begins anew", off == start + 1),
+        (f"After the restart all is right before step {off}: look at its samples and at what is counted from the restart on", off),
     )  # fmt: skip
 
 
@@ -734,7 +733,8 @@ def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phas
         (f"Lost is what {part} took longer than in the ideal step, not all that it took",
          own and near(mean)),
         (f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of what one rank "
-         f"needs: {right:.3g} s are lost there, not {got:.3g}", own and near(mean - len(ranks) * (mean - right))),
+         f"needs: {right:.3g} s are lost there, not {got:.3g}",
+         own and loss.scaling == "strong" and near(mean - loss.ranks * (mean - right))),
         (f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
          f"{loss.seconds - loss.ideal:.3g} s", True),
     )  # fmt: skip
