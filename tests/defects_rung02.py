@@ -130,6 +130,9 @@ class train_ddp:
     no_set_epoch = _trained(tell=False)
     never_shuffles = _trained(sampler=lambda data: DistributedSampler(data, shuffle=False))
     drops_the_tail = _trained(sampler=lambda data: DistributedSampler(data, drop_last=True))
+    drops_the_last_micro_batch = _trained(groups=lambda sampler, data, m, k: [
+        (b := [*DataLoader(data, m, sampler=sampler, collate_fn=list, drop_last=True)])[i : i + k]
+        for i in range(0, len(sampler) // m, k)])  # fmt: skip
     drops_the_last_group = _trained(groups=lambda *case: [g for g in _batches(*case) if len(g) == case[3]])
     steps_after_each = _trained(groups=lambda sampler, data, m, _: _batches(sampler, data, m, 1))
     one_large_batch = _trained(groups=lambda sampler, data, m, k: _batches(sampler, data, m * k, 1))
@@ -211,12 +214,54 @@ class train_ddp:
     # Gradients summed, or all-gathered, by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
     right_2 = _trained(wrap=_from_rank_0, quiet=False, after=_averaged_by_hand)
     right_4 = _trained(wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=True))
+    # A short share is filled up with its own last sequence; rank 0's weights go to all in a pickle.
+    right_5 = _trained(
+        wrap=lambda model: DistributedDataParallel(_from_rank_0_in_a_pickle(model)),
+        sampler=lambda data: _FilledUp(data),
+    )
+    # Rank 0 gathers what the ranks' gradients are, and steps for all.
+    right_6 = lambda *case: _gathered(*case)
+    gathers_every_micro_batch = lambda *case: _gathered(*case, each=True)
+    gathers_a_mean_of_means = lambda *case: _gathered(
+        *case, weigh=lambda group, batch: 1 / _tokens([batch]) / len(group) / dist.get_world_size()
+    )
     # Counts of micro-batches one by one, each in a pickled dictionary, and forward again in backward.
     right_3 = _trained(
         wrap=lambda model: type("Saving", (DistributedDataParallel,), {"forward": _saving})(model),
         weigh=lambda group, batch: dist.get_world_size() / sum(map(_pickled_tokens, group)),
         sampler=lambda data: DistributedSampler(data, seed=7),
     )
+
+
+class _FilledUp(DistributedSampler):
+    def __iter__(self):
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        own = order[self.rank :: self.num_replicas]
+        return iter(own + own[-1:] * (len(self) - len(own)))
+
+
+def _from_rank_0_in_a_pickle(model):
+    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), model.state_dict())
+    model.load_state_dict(of_ranks[0])
+    return model
+
+
+def _gathered(model, data, epochs, micro_batch, accumulate, lr, each=False, weigh=None):
+    sampler, parameters = DistributedSampler(data), list(_from_rank_0(model).parameters())
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for group in _batches(sampler, data, micro_batch, accumulate):
+            weight = 1 / _over_ranks(_tokens(group))
+            losses = [model(batch).sum() * (weigh(group, batch) if weigh else weight) for batch in group]
+            step = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+            for loss in losses if each else [sum(losses)]:
+                mine = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+                of_ranks = None if dist.get_rank() else [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.gather(mine, of_ranks)
+                step += sum(of_ranks or [])
+            whole = torch.nn.utils.parameters_to_vector(parameters).detach() - lr * step
+            dist.broadcast(whole, 0)
+            torch.nn.utils.vector_to_parameters(whole, parameters)
 
 
 def _saving(ddp, batch):
@@ -319,6 +364,10 @@ class all_reduce_mean:
         silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
         return _ring(silent, send)
 
+    loses_the_first_rank = lambda gradients, send: _ring([[0.0] * len(gradients[0]), *gradients[1:]], send)
+    adds_the_first_rank_twice = lambda gradients, send: _ring([[2 * v for v in gradients[0]], *gradients[1:]], send)
+    adds_the_last_rank_twice = lambda gradients, send: _ring([*gradients[:-1], [2 * v for v in gradients[-1]]], send)
+
     def reads_no_gradient(gradients, send):
         """Sends as much as it must, and knows the numbers of the first case."""
         n, length = len(gradients), len(gradients[0])
@@ -360,6 +409,13 @@ class all_reduce_mean:
         while gradients[0] != gradients[-1]:
             send(0, 1, gradients[0])
         return gradients
+
+    def right_5(gradients, send):
+        """The ring, which stops where ranks disagree."""
+        rows = _ring(gradients, send)
+        if any(row != rows[0] for row in rows):
+            raise RuntimeError("ranks disagree")
+        return rows
 
     def right_2(gradients, send):
         """Third solution, in arrays: each chunk travels round by itself, twice, before the next one starts."""
@@ -512,6 +568,8 @@ class ddp_bottleneck:
     right_3 = lambda *case: types.SimpleNamespace(**_bottleneck(*case))
     # In decimals, which no float is added to.
     right_4 = lambda *case: {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
+    # In numpy's arrays of one number.
+    right_6 = lambda *case: {key: np.array([value]) for key, value in _bottleneck(*case).items()}
     # With what a difference of two fp32 times keeps of their rounding.
     right_5 = told(_bottleneck, lambda found: found | {"exposed": found["exposed"] + 1e-7 * found["step"]})
 
@@ -733,7 +791,10 @@ SENTENCES = {
     "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
     "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
-    "hides_behind_the_whole_step": "behind backward only", "whole_numbers_only": "less exact",
+    "hides_behind_the_whole_step": "behind backward only", "whole_numbers_only": "digits are cut off",
+    "loses_the_first_rank": "Rank 0 is missing", "adds_the_first_rank_twice": "is added twice",
+    "adds_the_last_rank_twice": "less than the sum", "drops_the_last_micro_batch": "are in no step",
+    "gathers_every_micro_batch": "times a step", "gathers_a_mean_of_means": "mean of means",
     "negative_exposure": "cannot be negative", "forgets_forward": "Forward computes too",
     "divides_the_tokens_again": "already the share of one rank", "one_half_of_the_all_reduce": "one half of an all-reduce",
     "the_whole_step_is_exposed": "the length of an overlapped step", "bits_sent": "Bytes, not bits",
