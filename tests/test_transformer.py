@@ -252,3 +252,15 @@ def test_dropout_acts_in_training_only():
 def test_bad_input_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_init_weights_fills_every_parameter(family):
+    """After `to_empty` a parameter has nothing that it could keep."""
+    with torch.device("meta"):
+        model = Transformer(tiny_config(family))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        _ = [parameter.fill_(torch.nan) for parameter in model.parameters()]
+    model.init_weights()
+    assert not [name for name, parameter in model.named_parameters() if parameter.isnan().any()]

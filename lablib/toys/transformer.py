@@ -190,8 +190,8 @@ class Transformer(nn.Module):
                 adds_to_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 shrink = math.sqrt(2 * self.config.num_layers) if adds_to_stream else 1
                 nn.init.normal_(parameter, std=INIT_STD / shrink)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return the scores of every next token."""
