@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.parallel import least_sent, zero_choices, zero_sent_bytes
@@ -467,6 +467,18 @@ class train:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw)
         _ddp(DistributedDataParallel(model), steps, loss_of, optimizer)
 
+    def zeroes_before_the_step(model, steps, loss_of, adamw, budget):
+        def made(params):
+            optimizer = adamw(params)
+            optimizer.register_step_pre_hook(lambda *_: optimizer.zero_grad())
+            return optimizer
+
+        _train(model, steps, loss_of, made, budget)
+
+    def fsdp_1(model, steps, loss_of, adamw, budget):
+        whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        _ddp(whole, steps, loss_of, adamw(whole.parameters()))
+
     def optimizer_made_before(model, steps, loss_of, adamw, budget):
         made = adamw(model.parameters())
         _train(model, steps, loss_of, lambda params: made, budget)
@@ -493,6 +505,15 @@ class train:
             optimizer.step()
             for p in model.parameters():
                 p.grad = None
+
+    def right_4(model, *job):
+        """Fifth solution: the gradients of one block wait for the last micro-batch wherever whole weights fit."""
+
+        def release(last, stage):
+            model[0].set_requires_gradient_sync(last or stage == 3)
+            return last or stage == 3
+
+        _train(model, *job, release=release)
 
     def right_2(model, steps, loss_of, adamw, budget):
         """Third solution: three functions by name, and the gradient of the sum divided at the end."""
@@ -813,6 +834,8 @@ SENTENCES = {
     "losses_not_divided": "a part of the mean",
     "divides_by_the_ranks_too": "themselves",
     "optimizer_made_before": "those of the start",
+    "zeroes_before_the_step": "set to zero before the step",
+    "fsdp_1": "parameters of other shapes",
     "forgets_the_first_micro_batches": "Only the last micro-batch",
     "redundancy_optimizer": "An all-reduce",
     "one_micro_batch_of_all": "times on a rank",
