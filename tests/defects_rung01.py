@@ -55,6 +55,11 @@ class bytes_per_parameter:
     gradients_always_fp32 = asked(right, gradients=lambda gradients: ["fp32"] * len(gradients))
     always_sixteen = lambda weights, gradients, master, optimizer: 16
     weights_always_bf16 = asked(right, weights="bf16")
+    weights_always_fp32 = asked(right, weights="fp32")
+    forgot_the_weights = told(right, lambda size, weights: size - BYTES[weights])
+    forgot_the_moments = asked(right, optimizer="sgd")
+    forgot_the_moments_of_adamw = asked(right, optimizer=lambda optimizer: "sgd" if optimizer == "adamw" else optimizer)
+    with_a_master_copy_of_two = told(right, lambda size, master: size - 2 * master)
     gradients_always_bf16 = asked(right, gradients=lambda gradients: ["bf16"] * len(gradients))
     adamw_is_sixteen = told(right, lambda size, optimizer: 16 if optimizer == "adamw" else size)
     with_an_fp32_sum = told(right, lambda size, gradients: size + 4 * ("fp32" not in gradients))
@@ -125,6 +130,11 @@ class train_within:
     without_the_idea_the_least_without_replays = _search([(1, False), (1, True)])
     recomputes_first = _search([(size, again) for size in range(6, 0, -1) for again in (False, True)])
     never_tries_one = _search([(size, again) for again in (False, True) for size in range(6, again < 1, -1)])
+    an_optimizer_of_its_own = lambda model, batches, adamw, device: _search()(model, batches, torch.optim.AdamW, device)
+
+    def a_model_in_bf16(model, batches, adamw, device):
+        return _search()(model.bfloat16(), batches, adamw, device)
+
     under_autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(_search())
     without_the_idea_four_constants = _search([(6, False), (3, False), (2, False), (2, True)])
     halves_the_batch = _search([(size, again) for again in (False, True) for size in (6, 3, 1)])
@@ -450,6 +460,8 @@ class run_memory:
     )  # fmt: skip
     run_at_the_wrong_instant = told(right, lambda memory: memory | {"at": "step" if memory["at"] == "loss" else "loss"})
     run_without_roots = asked(right, optimizer=lambda optimizer: "adamw-fused" if optimizer == "adamw" else optimizer)
+    run_that_drops_activations = told(right, lambda memory, recompute: memory
+        | {"peak": memory["peak"] - memory["activations"] * (recompute == "full" and memory["at"] == "at the loss")})  # fmt: skip
     run_that_keeps_nothing = told(
         right, lambda memory, recompute: memory | {"activations": memory["activations"] * (recompute != "full")}
     )
@@ -529,7 +541,10 @@ SENTENCES = {
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
     "run_always_adamw": "not 12 in all", "gradients_always_fp32": "not always 4 bytes",
-    "weights_always_bf16": "is not always 2 bytes", "always_sixteen": "the same in every case",
+    "weights_always_bf16": "is not always 2 bytes", "weights_always_fp32": "A weight has its own dtype, and is not always 4",
+    "forgot_the_weights": "beside a master copy too", "forgot_the_moments": "AdamW keeps two fp32 moments", "forgot_the_moments_of_adamw": "AdamW keeps two fp32 moments, 8 bytes",
+    "with_a_master_copy_of_two": "A master copy is fp32", "an_optimizer_of_its_own": "`adamw` begins 0 steps", "a_model_in_bf16": "in fp32",
+    "run_that_drops_activations": "not one that the check knows", "always_sixteen": "the same in every case",
     "run_with_16_bit_moments": "and 4 of this optimizer's fp32 moments, not 6",
     "run_that_keeps_nothing": "Full recomputation keeps the input", "run_with_four_tensors_of_the_mlp": "three tensors",
     "run_without_optimizer_at_the_loss": "stays on the device at the loss too", "run_without_embeddings": "tables of embedding and head",
