@@ -143,6 +143,7 @@ def _halves(p, m, warmups, late):
 
 class beat_1f1b:
     without_the_idea_plain_1f1b = lambda p, m: _plain(p, m)
+    gpipe_is_no_shorter = lambda p, m: _rows(p, m, lambda i: m)
     twice_the_warmup = lambda p, m: _halves(p, m, lambda i: 2 * (p - 1 - i), lambda i: 2 * i)
     all_weights_at_the_end = lambda p, m: _halves(p, m, lambda i: p - 1 - i, lambda i: m)
     halves_without_warmup = lambda p, m: [_halved(row, "I", "W") for row in _rows(p, m, lambda i: 0)]
@@ -490,6 +491,12 @@ class explain_1f1b:
     same_share_of_idle_time = _explained(idle_over_total=lambda got, b, a: _idle_share(a))
     share_of_before = _explained(idle_over_total=lambda got, b, a: _idle_share(b))
     over_the_ideal_time = _explained(idle_over_total=lambda got, b, a: a["idle"][0] / (2 * a["busy"][0]))
+    # For one that the check has, 1/20, the right share is 1/20 too when it is rounded.
+    gpipe_over_the_ideal_time = _explained(
+        idle_over_total=lambda got, b, a: (
+            a["idle"][0] / (2 * a["busy"][0]) if got["schedule"] == "gpipe" else got["idle_over_total"]
+        )
+    )
     half_the_share = _explained(idle_over_total=lambda got, b, a: _idle_share(a) / 2)
     holds_twice_as_much = _explained(held=lambda got, b, a: [2 * held for held in a["held"]])
     holds_what_it_held = _explained(held=lambda got, b, a: a["held"])
@@ -583,6 +590,8 @@ SENTENCES = {
     "newest_backward_first": "a queue and not a stack",
     "warms_up_beyond_the_step": "min(m, p - 1 - i)",
     "to_two_digits": "but for rounding",
+    "gpipe_over_the_ideal_time": "you have it over the ideal time",
+    "gpipe_is_no_shorter": "from F until W, and may hold at most",
     "rows_without_end": "never ends",
     "one_step_for_forward_and_backward": "one action at a time",
     "all_hold_what_the_fullest_holds": "GB now and would have",

@@ -210,7 +210,7 @@ def _within_memory(answer: object, p: int, m: int) -> Timeline:
     if fullest > p:
         raise Wrong(
             f"It takes {mine.makespan:g}, but rank {mine.peak_in_flight.index(fullest)} holds {fullest:g} micro-batches "
-            f"from F until W and 1F1B at most {p}: time was bought with memory ({_case(p, m)})."
+            f"from F until W, and may hold at most {p} ({_case(p, m)})."
         )
     return mine
 
@@ -692,8 +692,8 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
             ("you have it over the ideal time: the total time has the wait in it, too", waits / (2 * busy)),
         ]
         rounded = close(idle, right, rel=2e-3) or any(close(idle, round(right, digits)) for digits in (2, 3))
-        refuse("", (f"{what}: right but for rounding; return the number as it is", rounded))
         recognize(idle, "", [(f"{what}: {why}", value) for why, value in slips])
+        refuse("", (f"{what}: right but for rounding; return the number as it is", rounded))
         raise Wrong(f"{what}: a rank works twice the {busy:.4g} s and waits the same {waits:.4g} s.")
     grows = 2 if name == "gpipe" else 1
     if len(held) != len(after["held"]):
