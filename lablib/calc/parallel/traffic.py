@@ -75,7 +75,8 @@ def context_traffic(
 ) -> Traffic:
     """Return what context parallelism sends: keys and values, `4 b s k (c-1)/c` values a layer, and all gradients once.
 
-    Keys and values are all-gathered, as in Llama 3 (arXiv 2407.21783, section 3.3.2); a ring sends them again in backward.
+    Keys and values are all-gathered, as in Llama 3 (arXiv 2407.21783, section 3.3.2), and what came is kept for backward;
+    a ring keeps a rank's own, and sends them again in backward.
     """
     keys_and_values = 2 * tokens * config.kv_width * bytes_per_value
     # An all-gather forward and a reduce-scatter backward send as many bytes as each other.
