@@ -1,4 +1,4 @@
-"""Batch size and learning rate: the gradient noise scale, what a larger batch costs and buys, and the schedule. Chapter 02.
+"""Batch size and learning rate: noise scale, what a larger batch costs and buys, the schedule. See book/batch_size.md.
 
 The noise scale is B_noise = tr(Σ) / |G|² in examples, from squared gradient norms at two batch sizes; each estimate is
 right on average and their ratio is not, so means over many steps come first. Batch B takes S_min (1 + B_noise / B) steps
