@@ -273,7 +273,7 @@ class Survived:
         stall: Longest gap between two commits of a survivor around the kill.
         back: From the new start to the first step that the group commits in the full quorum.
         void: Steps that survivors asked for and did not commit.
-        common: Steps that all groups committed together after it came back, until the next kill.
+        common: The first steps that all groups committed together after it came back.
         unequal: Those of them after which the groups' weights differ in a bit.
     """
 
