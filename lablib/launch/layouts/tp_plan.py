@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 # fmt: off
-# The page shows both functions: no line is wider than its column.
+# The page shows `ends_plan`: no line is wider than its column.
 
 
 def block_plan() -> dict[str, ParallelStyle]:
