@@ -87,6 +87,7 @@ class apply_fsdp:
     small_parts_in_the_root = lambda *case: _wrap(*case, small=False, tables=not case[3])
     router_summed_in_bf16 = lambda *case: _wrap(*case, full=MixedPrecisionPolicy(torch.float32, torch.bfloat16))
     norm_ignored = lambda m, mesh, *_: fully_shard(m, mesh=mesh, ignored_params={_parts(m)[-2].weight}) and None
+    a_block_unreduced = lambda *case: [_wrap(*case), _parts(case[0])[1].set_requires_gradient_sync(False)][0]
     no_policy = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy())
     sums_in_bf16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     router_in_bf16 = lambda model, mesh, most, fp32: _wrap(model, mesh, most, ())
@@ -259,7 +260,7 @@ def _write(disk, rank, ranks, step, state, barrier, *, folder="tmp", clear=True,
     if wait:
         barrier()
     if forget_old and rank == 0:
-        disk.remove("step-40")
+        disk.remove(f"step-{step - 1}")
     if rank in publishers:
         disk.rename(aside, f"step-{step}")
     barrier()
@@ -511,7 +512,7 @@ SENTENCES = {
     "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "Among them",
     "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "is in no unit",
     "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
-    "no_call_for_the_model": "comes last", "norm_ignored": "neither sharded nor reduced (", "all_units_kept": "not freed after", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
+    "no_call_for_the_model": "comes last", "norm_ignored": "neither sharded nor reduced (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
     "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
     "cast_before": "master weights", "half_kept": "not freed after", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
     "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",

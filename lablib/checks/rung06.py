@@ -127,10 +127,9 @@ class Model:
 def models(seed: int = 66) -> list[Model]:
     """Return three models that differ in names, tables, experts and mesh."""
     dice = random.Random(seed)
-    layers, vocab, width = dice.choice((3, 4, 5)), 256, 64
+    layers, vocab, width, small = dice.choice((3, 4, 5)), 256, 64, 1024  # small are norms and routers
     table, mlp = 2 * vocab * _HIDDEN, 6 * width * _HIDDEN  # bytes, gathered in bf16
     names = dice.sample(_NAMES, 3)
-    small = 1024  # norms, routers
     routers = tuple(f"{names[2][1]}.{i}.router" for i in range(2))
     return [
         Model(f"{layers} layers in an nn.ModuleDict", (names[0], layers, width, vocab, 0, False, True), seed,
@@ -205,6 +204,7 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
         "dtypes": dtypes,
         "gathers": log.calls["all_gather"],
         "units": log.calls["reduce_scatter"],
+        "bare": [name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.grad is None],
         "reduced": sum(e.bytes for e in log.events if e.op == "reduce_scatter") / right.numel(),  # bytes a value
         "more": (more := sum(g.numel() for g in got) - right.numel()),
         "off": more or ((torch.cat([g.flatten() for g in got]) - right).norm() / right.norm()).item(),
@@ -270,7 +270,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
          "needs a unit of its own with another policy, made before the one around it", wrong and wrong[0] in made.fp32),
         (lambda: f"{wrong[0]} is gathered in {seen['dtypes'][wrong[0]]}: `param_dtype` of "
          "a MixedPrecisionPolicy makes it bf16 on the way", wrong),
-        ("A step has no reduce-scatter, so that each rank keeps gradients of its own", not seen["units"]),
+        (lambda: f"{seen['bare'][0]} has no gradient when backward ends: a step has to reduce it over all ranks", seen["bare"]),
         (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`", seen["reduced"] < 4),
         (f"{wide}Everything is: a unit is what is gathered together, and here it is the model",
          seen["held"] > made.most and seen["units"] <= 1 + len(made.fp32)),
@@ -526,10 +526,10 @@ _CASES = [((0, 1), ""), ((0, 2, 1), "slow"), ((0, 2, 1), "torn"), ((2, 1, 0), "c
 )
 def write_checkpoint(answer: Callable[..., None]) -> str:
     """Judge `write_checkpoint(disk, rank, ranks, step, state, barrier)` at every moment, for several orders of ranks."""
-    moments, step = 0, NEW.randrange(50, 1000)
+    moments, step = 0, NEW.randrange(100, 1000)
     for order, how in _CASES:
         ranks = len(order)
-        old = {f"step-40/rank-{r}": {**_state(r, 40), "step": 40} for r in range(ranks)}
+        old = {f"step-{step - 1}/rank-{r}": {**_state(r, step - 1), "step": step - 1} for r in range(ranks)}
         if how == "crash":  # a job of more ranks died just before it published this very step
             crashed = _play(answer, range(2 * ranks + 1), {}, step, step - 1)
             old |= [files for files in crashed if not _published(files)][-1]
@@ -558,7 +558,7 @@ def _on_disk(files: Files, ranks: int, step: int) -> set[int]:
 
 def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
     found = _published(files)
-    early = [folder for folder in found if folder not in ("step-40", f"step-{step}")]
+    early = [folder for folder in found if folder not in (f"step-{step - 1}", f"step-{step}")]
     refuse("",
         (lambda: f"{early[0]!r} begins with step-, so a job that resumes takes it for whole, and step-{step} is to be published. "
          "Any other folder needs another kind of name", early),
