@@ -232,6 +232,14 @@ class train_step:
     def clears_in_every_micro_batch(model, optimizer, schedule, scaler, micro_batches, max_norm):
         _step(model, optimizer, schedule, scaler, micro_batches[-1:], max_norm, parts=len(micro_batches))
 
+    def runs_backward_after_the_loop(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        optimizer.zero_grad()
+        for x, y in micro_batches:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(x, y) / len(micro_batches)
+        scaler.scale(loss).backward()
+        _step(model, optimizer, schedule, scaler, [], max_norm, clears=False)
+
     # Right, and three averages where one will do.
     averages_in_every_micro_batch = lambda *case: _step(*case, inside=_mean_over_ranks, average=lambda model: None)
 
@@ -335,6 +343,12 @@ class train_step:
         scaler.update()
         if scaler.get_scale() / scale != 0.5:
             schedule.step()
+
+    def right_6(model, optimizer, schedule, scaler, micro_batches, max_norm):
+        """The loss that is logged comes from fp32, without gradients."""
+        with torch.no_grad():
+            [model(x, y) for x, y in micro_batches]
+        _step(model, optimizer, schedule, scaler, micro_batches, max_norm)
 
     def right_5(model, optimizer, schedule, scaler, micro_batches, max_norm):
         """A working copy in fp16, as master weights have it; its gradients go to the fp32 weights."""
@@ -629,7 +643,8 @@ SENTENCES = {
     "sums_ranks": "need their mean", "own_gradient_alone": "average over ranks", "never_scales_the_loss": "did not use scaler.scale",
     "never_unscales": "nobody divided them", "lengthens_too": "or the clip lengthens", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
     "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
-    "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "cleared in between",
+    "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "each runs backward",
+    "runs_backward_after_the_loop": "each runs backward",
     "averages_in_every_micro_batch": "not for the price", "half_model": "no longer the bits",
     "without_the_idea_reads_dtypes": "loses bits", "accuses_products": "healthy", "never_looks_at_the_average": "average over ranks has",
     "never_looks_at_forward": "whatever its dtype", "never_looks_at_gradients": "has zeros", "never_looks_at_weights": "a weight lands",

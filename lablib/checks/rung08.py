@@ -165,7 +165,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of a micro-batch."""
         found = self.down(torch.tanh(self.up(x)))
-        self.dtypes.add(found.dtype)
+        self.dtypes.update({found.dtype} if torch.is_grad_enabled() else ())  # a loss that is only logged may be fp32
         return functional.mse_loss(found.float(), y)
 
 
@@ -251,7 +251,7 @@ def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: lis
     wanted, full = scale / 2 if overflow else 2 * scale if grows else scale, 4 * first["weights"].numel()
     refuse(
         case,
-        ("The model was not called", not dtypes),
+        ("The model was not called where gradients are recorded", not dtypes),
         (f"The products ran in {ran}: run the model under autocast in float16, whose gradients the scaler is for", bool(other)),
         ("The weights have no longer the bits of fp32: autocast casts at operators, and small updates need them",
          any(each["kept"] != {torch.float32} or torch.equal(each["weights"], each["weights"].half().float()) for each in here)),
@@ -309,9 +309,9 @@ def _judge_gradient(step: dict, rank: int, case: str, before: list[Tensor] | Non
              sum(_clipped(each) for each in exact.mean(1)) / _RANKS),
             ("Each micro-batch was clipped by itself: clip the sum that the step uses",
              torch.stack([_clipped(each) for each in exact.flatten(0, 1)]).mean(0)),
-            ("The last micro-batch alone is in there: the gradients were cleared between micro-batches",
+            ("The last micro-batch alone is in there: each runs backward on its scaled loss, and the gradients add up",
              _clipped(exact[:, -1].mean(0))),
-            ("The last micro-batch alone counts, divided by their number: the gradients were cleared in between",
+            ("The last micro-batch alone counts, divided by their number: each runs backward on its scaled loss, and all add up",
              _clipped(exact[:, -1].mean(0) / _MICRO_BATCHES)),
             *([("The gradients of the step before are still in there: clear them", _clipped(mean + before[0] / scale))]
               if before else []),
