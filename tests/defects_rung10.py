@@ -413,6 +413,7 @@ class make_hook:
     without_rank_0 = _hooks(lambda flat, *its: _in_two_levels(flat * min(dist.get_rank(), 1), *its[:2]) / its[2])
     not_a_number = _hooks(lambda flat, *_: flat * float("nan"))
     not_divided_not_summed = _hooks(lambda x, *g: x if len(x) % g[0].size() else _in_two_levels(x, *g[:2]) / g[2])
+    divided_in_one_branch = _hooks(lambda x, *g: _in_two_levels(x, *g[:2]) / (1 if len(x) % g[0].size() else g[2]))
     future_of_the_work = lambda _: lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     divides_list = lambda n: lambda _, bucket: make_hook.future_of_the_work(n)(_, bucket).then(lambda f: f.value() / 4)
     error_in_then = lambda _: lambda state, bucket: _held(bucket.buffer()).then(lambda f: f.value().means()).wait()
@@ -649,7 +650,7 @@ SENTENCES = {
     "not_kept": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
     "half_a_ring": "two halves", "divides_list": "the callback: TypeError: unsupported", "error_in_then": "the callback: AttributeError: 'Tensor'",
     "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
-    "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
+    "divided_in_one_branch": "divided by too little", "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
     "other_names": "with these names", "bucket_alone": "but 2 were given", "gathered_across": "all-reduce its chunk", "summed_among_zeros": "and then the others'",
     "view_behind_padding": "a view whose memory", "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",

@@ -386,7 +386,7 @@ def _judge_means(results: list[_Hooked], places: list[int], per_host: int, case:
          all({r % per_host for r in found} == {rank % per_host} for rank, found in own)),
         ("An element holds no mean of the ranks' numbers for it: see whether another chunk is there, or room that nobody filled, what it "
          "is divided by, and whether one tensor is handed out for two buckets, which DDP reads when backward has ended", strange),
-        (f"A rank's gradient is up to {most} times in a sum", most > 1),
+        (f"A rank's gradient counts up to {most} times as much as in the mean: see whether it is added again, or divided by too little", most > 1),
         (f"Ranks are missing in some means, and buckets have {' or '.join(map(str, sorted(set(results[0].buckets))))} elements: all take "
          "part, with what is left over when a bucket is cut; bring each chunk to its place, and wait before you use a result", True),
     )  # fmt: skip
