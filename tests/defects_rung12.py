@@ -264,6 +264,16 @@ class packed_step:
             return packed_step.right(model, tokens, documents, counted, mesh)
         return dist.all_reduce(torch.zeros((), dtype=torch.float64))
 
+    def mean_of_each_sequence(model, tokens, documents, counted, mesh):
+        """Sequence 0 has as many labels as rank 0 has of both its sequences, so one weight is that of the rank's own mean."""
+        labels, rows = _labels(tokens, documents, counted), _rows(tokens, mesh)
+        mine = _chunks(labels.shape[1], mesh.shape[1], mesh.get_coordinate()[1])
+        logits = model(tokens[rows][:, mine], mine, documents[rows, :-1])
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[rows][:, mine], ignore_index=-100, reduction="none")
+        own = (losses / (labels[rows] != -100).sum(1, keepdim=True).clamp(min=1)).sum()
+        own.backward()  # divided by the sequences, times the ranks
+        return own.detach()
+
     def lablib_means(model, *batch):
         model.loss_group = dist.group.WORLD
         return _step(weigh=lambda own, labels, mesh: (model.mean(own, labels != -100),) * 2)(model, *batch)
@@ -494,6 +504,9 @@ class choose_split:
     sends_forward_alone = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (3 if way == "ring" else 2)
     )
+    a_causal_mask_halves_bytes = lambda **job: _choose(
+        **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (1 + job["causal"])
+    )
     scatters_four_bytes_a_number = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] * (1.5 if way == "gathered" else 1)
     )
@@ -577,6 +590,7 @@ SENTENCES = {
     "cuts_documents": "all places but the last",
     "mean_of_means": "Each rank trains on its own mean",
     "mean_of_means_that_exist": "Each rank trains on its own mean",
+    "mean_of_each_sequence": "a token weighs",
     "divides_by_the_ranks_again": "divides once more",
     "fits_cp_alone": "fits an average over one axis",
     "fits_dp_alone": "fits an average over one axis",
@@ -607,6 +621,7 @@ SENTENCES = {
     "zigzag_under_any_causal_mask": "nothing is to be balanced",
     "sends_what_all_ranks_send": "one rank is asked",
     "sends_four_bytes_a_number": "Two bytes carry a number",
+    "a_causal_mask_halves_bytes": "a mask spares no bytes",
     "scatters_four_bytes_a_number": "at two bytes",
     "averages_over_dp": "dp and cp together",
     "one_block_for_a_ring": "keys and values of two blocks",
