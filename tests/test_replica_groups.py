@@ -41,13 +41,8 @@ def losses(logs, steps):
     return [found[step] for step in range(1, steps + 1)]
 
 
-def run_to_the_end(groups, victim=None):
+def run_to_the_end(groups):
     with groups:
-        if victim is not None:
-            groups.wait(lambda: not groups.alive(victim), "the victim dies")
-            fewer = groups.count - 1
-            groups.wait(lambda: any(line["groups"] == fewer for line in groups.log(0, "committed")), "they go on")
-            groups.start(victim)
         groups.wait(lambda: not any(groups.alive(g) for g in range(groups.count)), "all steps are taken")
     return groups.logs()
 
@@ -234,16 +229,22 @@ def test_groups_learn_what_one_process_learns(count):
 )
 def test_a_group_may_die_at_any_point_of_a_step(count, phase):
     """One seeded kill with a deadline; the job learns the same, and the one that came back has the weights of the others."""
-    job = Job(steps=STEPS)
-    groups = Groups(
-        Toy(job, pace=0.02, patience=3), count=count, heartbeat_timeout=HEARTBEAT, die={1: (phase, 7)}, deadline=60
-    )
-    logs = run_to_the_end(groups, victim=1)
+    die = {1: (phase, 7)}
+    # It ends when the newcomer has taken steps, however long a busy machine takes to start one.
+    kind = Toy(Job(steps=10**6), pace=0.02, patience=3)
+    with Groups(kind, count=count, heartbeat_timeout=HEARTBEAT, die=die, deadline=60) as groups:
+        groups.wait(lambda: not groups.alive(1), "the victim dies")
+        groups.wait(lambda: any(line["groups"] == count - 1 for line in groups.log(0, "committed")), "they go on")
+        groups.start(1)
+        groups.wait(lambda: groups.together() > 20, "all take steps together")
+        logs = groups.logs()
+    steps = max(line["step"] for line in taken(logs, 0))
+    tolerance = TOLERANCE * max(1, steps / STEPS)
     torch.testing.assert_close(
-        torch.tensor(losses(logs, STEPS)), torch.tensor(alone(job)[0]), rtol=TOLERANCE, atol=TOLERANCE
+        torch.tensor(losses(logs, steps)), torch.tensor(alone(Job(steps=steps))[0]), rtol=tolerance, atol=tolerance
     )
     shared, unequal = equal_weights(logs)
-    assert shared >= 7
+    assert shared > 20
     assert unequal == 0
     assert [line["event"] for line in logs[1] if line["event"] == "healed"] == ["healed"]
 
