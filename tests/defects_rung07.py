@@ -182,6 +182,11 @@ class build_mesh:
         found = {"pp": mesh["pp"], "tp": mesh["tp"], "hsdp": mesh["r", "s"], "batch": read["d"], "cp": read["cp"]}
         return found | {"loss": mean["all"], "norm": mesh["pp", "s", "tp"]._flatten("parts")}
 
+    def right_batch_in_another_order(sizes):
+        """Replicas are counted before shards: nobody asked who reads which samples."""
+        grid = torch.arange(8).view([sizes[axis] for axis in _ORDER]).permute(0, 3, 4, 2, 1).flatten(3).flatten(0, 2)
+        return _views(sizes) | {"batch": DeviceMesh("cpu", grid, mesh_dim_names=("others", "batch"))["batch"]}
+
 
 _COPIES = {"samples": {"pp", "tp"}, "embed": {"pp", "dp", "tp"}, "scale": {"dp", "tp"}, "up": {"dp"}, "down": {"dp"}}
 _AXES = ("pp", "dp", "tp")
@@ -365,8 +370,8 @@ class plan_cluster:
 SENTENCES = {
     "crossing_by_the_first_group": "tp leaves a node, if not with its first group",
     "crossing_if_stride_times_size_does_not_divide": "one rank is in one node",
-    "without_the_idea_fastest_first": "As many ranks as should be, and other ones",
-    "without_the_idea_stages_in_the_node": "As many ranks as should be, and other ones",
+    "without_the_idea_fastest_first": "As many ranks as should be, and not these in this order",
+    "without_the_idea_stages_in_the_node": "As many ranks as should be, and not these in this order",
     "without_the_idea_sums_over_all_ranks": "The norm counts 2 replicas",
     "norm_over_the_replicas_too": "The norm counts 2 replicas",
     "loss_over_tp_too": "The loss is counted 2 times",

@@ -166,7 +166,7 @@ def test_1024_gpus_8_by_8_by_16() -> None:
     assert (len(found.groups("tp")), len(found.groups("pp")), len(found.groups("dp"))) == (128, 128, 64)
     assert [found.crosses(axis) for axis in ("tp", "dp", "pp")] == [False, True, True]
     assert found.group(0, "dp") == list(range(0, 128, 8))
-    assert "pp: 128 groups of 8, like [0, 128, 256, ..., 896]; they leave a node (the first touches 8)" in mesh_text(
+    assert "pp: 128 groups of 8, like [0, 128, 256, ..., 896]; 128 leave a node (the first touches 8)" in mesh_text(
         found
     )
 
@@ -206,6 +206,8 @@ def test_the_text_shows_every_rank() -> None:
     assert "t1 d2 p1" in text
     assert group_line(found, "tp") in text
     assert "tp: 6 groups of 2, like [0, 1]; they stay in a node" in text
+    six = mesh(tp=2, dp=2, pp=2, gpus_per_node=6)  # the second node is not full
+    assert group_line(six, "dp") == "dp: 4 groups of 2, like [0, 2]; 2 leave a node (the first touches 1)"
 
 
 QWEN = preset("qwen3-30b-a3b")

@@ -201,7 +201,7 @@ def _too_large(case: Case, layout: Layout, memory: dict[str, int], total: int, c
     }
     return (
         f"Its peak is {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
-        f"{term}, {memory[term] / 1e9:.1f} GB: {fixes[term]}."
+        f"{term}, {memory[term] / 1e9:.1f} GB. Where still possible: {fixes[term]}."
     )
 
 

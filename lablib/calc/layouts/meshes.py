@@ -191,11 +191,11 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def group_line(mesh: Mesh, axis: str) -> str:
-    """Return one sentence on an axis's groups: how many, the first, and whether they leave a node."""
-    size, first = mesh.size(axis), mesh.group(0, axis)
+    """Return one sentence on an axis's groups: how many, the first, and how many leave a node."""
+    size, first, out = mesh.size(axis), mesh.group(0, axis), len(mesh.crossing(axis))
     listed = ", ".join(map(str, first if size <= 6 else [*first[:3], "...", first[-1]]))
-    where = f"leave a node (the first touches {len(mesh.nodes_of(first))})" if mesh.crosses(axis) else "stay in a node"
-    return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; they {where}"
+    where = f"{out:,} leave a node (the first touches {len(mesh.nodes_of(first))})" if out else "they stay in a node"
+    return f"{axis}: {mesh.ranks // size:,} groups of {size}, like [{listed}]; {where}"
 
 
 def label(mesh: Mesh, rank: int) -> str:
