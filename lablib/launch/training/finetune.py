@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 
 from lablib.calc.errors import parse_json, read_bounded
 from lablib.calc.flops import skipped_by_early_stop, step_flops
@@ -207,7 +208,7 @@ def copy_settings(pretrained: str | Path, target: str | Path) -> None:
 def load_pretrained(
     model: nn.Module, folder: str | Path, device: str | torch.device = "cpu", *, seed: int = 0
 ) -> nn.Module:
-    """Allocate a model that is on the meta device and fill it from a folder of safetensors; every rank must call."""
+    """Allocate a model that is on the meta device and fill it from a folder of safetensors; where sharded, every rank must."""
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"{folder} has no safetensors: give the folder of a pretrained model")
     reader = HuggingFaceStorageReader(str(folder))
@@ -238,7 +239,9 @@ def load_pretrained(
         torch.manual_seed(seed)
         materialize(model, fill, device)
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load({name: model.get_parameter(name).detach() for name in chosen}, storage_reader=reader)
+        found = {name: model.get_parameter(name).detach() for name in chosen}
+        # A rank that fills a model of its own, as rank 0 does to merge, must not wait for others.
+        dcp.load(found, storage_reader=reader, no_dist=not any(isinstance(each, DTensor) for each in found.values()))
     return model
 
 

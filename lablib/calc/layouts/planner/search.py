@@ -842,7 +842,8 @@ def _no_layout(load: Workload, fixed: dict[str, object]) -> str:
         product *= value
     factors = " x ".join(f"{name}={value}" for name, value in given.items())
     if given and (gpus % product or (len(given) == 4 and product != gpus)):
-        return f"{factors}{f' = {product}' if len(given) > 1 else ''} does not divide gpus={gpus}"
+        verb = "does not divide" if gpus % product else "is not"
+        return f"{factors}{f' = {product}' if len(given) > 1 else ''} {verb} gpus={gpus}"
     rest = gpus // product
     free = [name for name in ("dp", "pp", "cp", "tp") if name not in given]
     sizes = given | dict.fromkeys(free, 1) | ({free[0]: rest} if free else {})
