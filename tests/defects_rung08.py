@@ -160,6 +160,15 @@ def _mean_over_ranks(model, *_, dtype=torch.float32, then=torch.Tensor.float):
         parameter.grad = then(total / dist.get_world_size()).float()
 
 
+def _clip_and_step(model, optimizer, schedule, scaler, max_norm):
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    if norm.isfinite():
+        schedule.step()
+
+
 def _step(
     model, optimizer, schedule, scaler, micro_batches, max_norm, *, dtype=torch.float16, parts=None, scales=True, inside=None,
     average=_mean_over_ranks, unscale=True, clips=torch.nn.utils.clip_grad_norm_, early=None, clears=True, decides=True,
@@ -292,12 +301,7 @@ class train_step:
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = replica(x, y) / len(micro_batches)
             scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        if norm.isfinite():
-            schedule.step()
+        _clip_and_step(model, optimizer, schedule, scaler, max_norm)
 
     def right_2(model, optimizer, schedule, scaler, micro_batches, max_norm):
         """One flat bucket, a sum of losses, and gradients that are clipped by hand; cleared at the end."""
@@ -360,12 +364,7 @@ class train_step:
                 g = g.float() / len(micro_batches)
                 p.grad = g if p.grad is None else p.grad + g
         _mean_over_ranks(model)
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        if norm.isfinite():
-            schedule.step()
+        _clip_and_step(model, optimizer, schedule, scaler, max_norm)
 
 
 def _fits(x, dtype=torch.bfloat16):
