@@ -70,8 +70,8 @@ setup-gpu: ## On a CUDA image: keep its own torch, install the labs, skip the bo
 
 ##@ Prove
 
-# What tries many cases of one thing takes one in four of them, others each time; `make thorough` takes all.
-test: export LABLIB_SHARE ?= 4
+# What tries many cases of one thing takes one in eight of them, others each time; `make thorough` takes all.
+test: export LABLIB_SHARE ?= 8
 
 .PHONY: thorough
 thorough: ## Everything CI runs, with all cases of what it draws
