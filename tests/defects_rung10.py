@@ -287,6 +287,10 @@ class fast_all_reduce:
         _double(row[:0].clone(), rank, ranks, exchange)
         row.mul_(sum(16**r for r in range(ranks)) / 16.0**rank)
 
+    def room_of_a_chunk(row, rank, ranks, exchange, latency, bandwidth):
+        """Sends the whole array, and has room for as much as a ring would send."""
+        exchange(row, rank ^ 1, row.new_empty(len(row) // ranks), rank ^ 1)
+
     def each_to_all_others(row, rank, ranks, exchange, latency, bandwidth):
         """Whole arrays in n - 1 rounds: neither few messages nor few bytes."""
         mine = row.clone()
@@ -638,7 +642,7 @@ SENTENCES = {
     "without_the_idea_one_doubling": "pays α 3 times", "without_the_idea_one_halving": "pays α 3 times",
     "with_one_pass": "decides", "always_halving": "pays α 4 times", "mean": "the means over the ranks", "rounded_to_float32": "The sums are rounded",
     "divides_by_the_hosts": "number of hosts only", "one_room_for_all_buckets": "handed out for two",
-    "the_same_partner_again": "another partner", "one_round_too_few": "missing in the sums",
+    "the_same_partner_again": "another partner", "room_of_a_chunk": "as long as what rank", "one_round_too_few": "missing in the sums",
     "without_the_idea_one_flat_all_reduce": "knows no hosts", "without_the_idea_one_rank_speaks_for_its_host": "the others wait",
     "without_the_idea_all_of_it_crosses": "its chunk of the sum only", "flag_beside_all_that_crosses": "its chunk of the sum only", "groups_exchanged": "first add up inside a host",
     "the_whole_sum_before_it_is_cut": "not all of it", "sums": "DDP wants the mean", "divides_by_the_host": "ranks of a host only",

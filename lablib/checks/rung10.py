@@ -94,8 +94,8 @@ class World(Turns):
         arrived, came = self.mail[source, rank].popleft()
         self.clock[rank] = max(done, came)
         if arrived.numel() != receive.numel():
-            raise Wrong(f"Rank {rank} makes room for {receive.numel()} elements and {arrived.numel()} arrive: in a step "
-                        "the chunk that comes has another number than the one that goes.")  # fmt: skip
+            raise Wrong(f"Rank {rank} makes room for {receive.numel()} elements and {arrived.numel()} arrive: the room must be as long as "
+                        f"what rank {source} sends then, which on a ring is another chunk than the one that goes.")  # fmt: skip
         receive.copy_(arrived.view(receive.shape))
 
 
