@@ -73,13 +73,13 @@ def plan(
         str | None,
         typer.Option(help="How cp attends: ring, gathered (Llama 3) or ulysses; default: ring, or --export's."),
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Fix pipeline stages.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Fix ranks of a pipeline.")] = None,
     dp: Annotated[int | None, typer.Option(help="Fix replicas.")] = None,
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Fix sequences of a micro-batch.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Fix recomputation: none, selective or full.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Fix the schedule: 1f1b, gpipe or interleaved.")] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Fix chunks of layers in a stage.")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Fix the stages on each rank of a pipeline.")] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens to train on, as 15T: adds days, GPU hours, goodput.")
     ] = None,
@@ -100,7 +100,7 @@ def plan(
     export: Annotated[str | None, typer.Option(help=f"Print the first choice for {FRAMEWORKS}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the layouts that fit: the simplest of those that tie for the shortest predicted step, then by time."""
+    """List the layouts that fit, by time; first, of a tie for the shortest step, the simplest that measured runs are like."""
     layout = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
     layout |= {"recompute": recompute, "schedule": schedule, "virtual_stages": virtual_stages, "etp": etp}
     layout["shard"] = shard
