@@ -77,7 +77,21 @@ def test_what_python_allows_in_a_cell_is_an_answer(tmp_path):
     _notebook(tmp_path / "05_b.ipynb", "def zero3_step(a, a):\n    return 1", "zero2_step = lambda *_: 1")
     told = {outcome.name: outcome for outcome in examine(tmp_path, rungs=["05"], every=True)}
     assert (told["zero3_step"].status, "duplicate argument" in told["zero3_step"].message) == ("wrong", True)
-    assert "has `def zero2_step` at its left edge" in told["zero2_step"].message
+    assert "zero2_step is not, or not in the end, a `def` at the left edge" in told["zero2_step"].message
+
+
+def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
+    path = _notebook(
+        tmp_path / "a.ipynb",
+        "import os.path\nimport os, functools\ntable = {1: 1 / 0}\ncalls, size = 0, [1]\ntable, deep = {1: 2}, [[0]]",
+        "table[2] = 3\nfor k in (4, 5):\n    table[k] = k\ndeep[0][0] = 7\nsize += [2]\nimport xml.dom\nimport xml.sax",
+        "def answer(x):\n    raise NotImplementedError",
+        "def answer(x):\n    global calls\n    calls += 1\n    display(x)\n    return calls, table[x], deep, size, xml.dom.Node.TEXT_NODE",
+        "answer = functools.cache(answer)\nanswer.__doc__ = 'sums'\nprint(1 / 0)",
+    )
+    source = answer_source(path, "answer")
+    assert graduation.defined(path, "answer")(5) == (1, 5, [[7]], [1, 2], 3)
+    assert "NotImplementedError" not in source
 
 
 def test_a_parameter_or_a_local_does_not_bring_the_notebook_s_variable_of_that_name(tmp_path):

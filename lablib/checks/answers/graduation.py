@@ -36,6 +36,7 @@ from lablib.launch.ranks import TURNS, place
 
 TIMEOUT_S = 180.0
 LARGEST_B = 2**30  # bytes of a file that an answer may write
+_BLOCKS = ast.If | ast.Try | ast.With | ast.For | ast.While | ast.ExceptHandler
 #: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
 Status = Literal["passed", "passed on CPU ranks", "not attempted", "wrong", "no lab"]
 
@@ -174,7 +175,7 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
     except (ValueError, SyntaxError, RecursionError) as error:  # a cell that parses and cannot be compiled
         return "wrong", str(error)
     if source is None:
-        return "not attempted", f"No cell of {notebook.name} has `def {name}` at its left edge."
+        return "not attempted", f"{name} is not, or not in the end, a `def` at the left edge of a cell of yours."
     if is_untouched(source, name):
         return "not attempted", f"{name} in {notebook.name} is still a stub."
     try:
@@ -235,7 +236,7 @@ def defined(notebook: Path, name: str) -> Callable[..., Any]:
     file = f"<{notebook.name}: {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     # As in a notebook: functions of `__main__` are sent to ranks by value.
-    answers: dict[str, object] = {"__name__": "__main__"}
+    answers: dict[str, object] = {"__name__": "__main__", "display": print}
     exec(compile(source, file, "exec"), answers)
     return answers[name]
 
@@ -250,16 +251,20 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
     statements: list[ast.stmt] = []
     for source in sources:
         statements += _parsed(source)
-    homes = {defined: place for place, each in enumerate(statements) for defined in _defines(each)}
-    if name not in homes or not isinstance(statements[homes[name]], ast.FunctionDef):
-        return None
-    wanted, places = [name, "*"], set()  # what `from math import *` brings has no names here
+    bound = [_defines(statement) for statement in statements]
+    wanted, lines = [name, "*"], set()  # what `from math import *` brings has no names here
     while wanted:
-        place = homes.get(wanted.pop())
-        if place is not None and place not in places:
-            places.add(place)
-            wanted += _reads(symtable.symtable(ast.unparse(statements[place]), "cell", "exec"))
-    return "\n\n".join(ast.unparse(statements[place]) for place in sorted(places)) + "\n"
+        read = wanted.pop()
+        for line in [line for line, names in enumerate(bound) if read in names][::-1]:
+            if line not in lines:
+                lines.add(line)
+                wanted += _reads(symtable.symtable(ast.unparse(statements[line]), "cell", "exec"))
+            if not _changes(statements[line], read):  # what the name was before plays no part
+                break
+    kept = [statements[line] for line in sorted(lines)]
+    if not any(isinstance(each, ast.FunctionDef) and each.name == name for each in kept):
+        return None
+    return "\n\n".join(ast.unparse(each) for each in kept) + "\n"
 
 
 def _parsed(source: str) -> list[ast.stmt]:
@@ -278,26 +283,30 @@ def is_untouched(source: str, name: str) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0])
 
 
-def _defines(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a cell defines."""
+def _defines(statement: ast.AST) -> list[str]:
+    """Return the names that a statement of a cell defines or changes."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [item.asname or item.name.split(".")[0] for item in statement.names]
-    if isinstance(statement, ast.If | ast.Try | ast.With | ast.For):
+    if isinstance(statement, _BLOCKS):
         return [name for each in ast.iter_child_nodes(statement) for name in _defines(each)]
-    if isinstance(statement, ast.ExceptHandler):
-        return [name for each in statement.body for name in _defines(each)]
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        nodes = ast.walk(statement)
-        return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):  # `table[0] = 1` binds what table is
+        stored = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)]
+        return [re.match(r"\w*", ast.unparse(node))[0] for node in stored]
     return []
+
+
+def _changes(statement: ast.stmt, name: str) -> bool:
+    """Say whether a statement leaves something of what a name was before, as `x += 1` or `import a.b` after `import a.c`."""
+    parts = isinstance(statement, ast.Import | ast.ImportFrom | ast.AugAssign | _BLOCKS)
+    return parts or symtable.symtable(ast.unparse(statement), "cell", "exec").lookup(name).is_referenced()
 
 
 def _reads(scope: symtable.SymbolTable) -> Iterator[str]:
     """Yield the notebook's names that a statement reads: a function's parameters and locals are none of them."""
     for symbol in scope.get_symbols():
-        if symbol.is_referenced() and (symbol.is_global() or scope.get_type() == "module"):
+        if symbol.is_referenced() if scope.get_type() == "module" else symbol.is_global():
             yield symbol.get_name()
     for inner in scope.get_children():
         yield from _reads(inner)
