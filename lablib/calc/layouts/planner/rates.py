@@ -138,8 +138,8 @@ class Fitted:
 
 
 #: The result of `fit_rates` of `tests/evidence/planner` on all rows that are fitted; a test fits again. FlashAttention-2's
-#: shares are its author's own measurements, forward and backward, causal, head dimension 128, 4,096 tokens: Dao 2023
-#: (arXiv 2307.08691), figure 4, on A100, and Shah et al. 2024 (arXiv 2407.08608), figure 5, on H100.
+#: share on A100 is its author's, forward and backward, causal, head dimension 128, 4,096 tokens (Dao 2023, arXiv 2307.08691,
+#: figure 4), on H100 a round number below what Shah et al. 2024 (arXiv 2407.08608) plot of its forward and its backward.
 FITTED = Fitted(
     matmul={"a100": 0.8515, "h100": 0.9187, "b200": 0.5843},
     fp8={("h100", "fp8"): 0.9675, ("b200", "fp8"): 0.7915, ("b200", "mxfp8"): 0.8121},
