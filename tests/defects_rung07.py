@@ -114,6 +114,23 @@ class sketch:
         nodes = {axis: found // gpus_per_node for axis, found in groups.items()}
         return {"groups": groups, "crossing": np.array([a for a in names if (nodes[a] != nodes[a][:, :1]).any()])}
 
+    def right_each_rank_beside_each(sizes, gpus_per_node):
+        """Coordinates anew for each pair of ranks: slow, and right."""
+
+        def beside(sizes, axis):
+            found = []
+            for rank in range(math.prod(sizes.values())):
+                group = []
+                for other in range(math.prod(sizes.values())):
+                    here, there = _at(rank, sizes), _at(other, sizes)
+                    if all(here[name] == there[name] for name in sizes if name != axis):
+                        group.append(other)
+                if group not in found:
+                    found.append(group)
+            return found
+
+        return _sketch(sizes, gpus_per_node, groups=beside)
+
 
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -186,6 +203,20 @@ class build_mesh:
         """Replicas are counted before shards: nobody asked who reads which samples."""
         grid = torch.arange(8).view([sizes[axis] for axis in _ORDER]).permute(0, 3, 4, 2, 1).flatten(3).flatten(0, 2)
         return _views(sizes) | {"batch": DeviceMesh("cpu", grid, mesh_dim_names=("others", "batch"))["batch"]}
+
+    def right_replicas_in_another_order(sizes):
+        """A row for each replica, the last first."""
+        pp, replicas, shards, cp, tp = (sizes[axis] for axis in _ORDER)
+        grid = torch.arange(8).view(pp, replicas, shards * cp, tp).flip(1)
+        held = DeviceMesh("cpu", grid, mesh_dim_names=("pp", "r", "s", "tp"))
+        return _views(sizes) | {"hsdp": held["r", "s"], "tp": held["tp"]}
+
+    def shards_from_the_last_to_the_first(sizes):
+        """FSDP2 goes by the process group, whose ranks are sorted, and a DTensor by its place on the mesh."""
+        pp, replicas, shards, cp, tp = (sizes[axis] for axis in _ORDER)
+        grid = torch.arange(8).view(pp, replicas, shards * cp, tp).flip(2)
+        held = DeviceMesh("cpu", grid, mesh_dim_names=("pp", "r", "s", "tp"))
+        return _views(sizes) | {"hsdp": held["r", "s"], "tp": held["tp"]}
 
 
 _COPIES = {"samples": {"pp", "tp"}, "embed": {"pp", "dp", "tp"}, "scale": {"dp", "tp"}, "up": {"dp"}, "down": {"dp"}}
@@ -390,6 +421,7 @@ SENTENCES = {
     "cp_folded_only_into_shards_that_are_there": "folded into its shards",
     "cp_among_the_replicas": "folded into its shards",
     "replicas_among_the_shards": "The right ranks, cut otherwise",
+    "shards_from_the_last_to_the_first": "As many ranks as should be, and not these in this order",
     "without_the_idea_lablibs_expert_groups": "These are lablib's groups",
     "batch_of_two_axes": "`batch` has 2 axes",
     "hsdp_of_another_mesh": "slices of one mesh",

@@ -264,7 +264,7 @@ def _tp_stages(bench: Bench) -> Result:
     numbers = {"bytes": float(much), "bytes_of_own_stage": float(little)}
     seen = (
         f"Every rank takes part in splitting {much:,} bytes of weights, where its own stage has {little:,}: "
-        "the whole model must fit before it is cut."
+        "without a meta device the whole model must fit before it is cut."
     )
     return ("wasteful" if much > little else "no difference"), seen, numbers
 
