@@ -134,6 +134,11 @@ def test_what_no_oracle_has_counted_is_marked() -> None:
     megatron = {"implementation": "megatron", "dp": 2, "zero": 1}
     assert unproven(run_config("mixtral-8x7b", ep=2, pp=2, **megatron)) == ()
     assert unproven(run_config("llama-3-8b", tp=2, pp=2, sequence_parallel=True, **megatron)) == ("tp with pp",)
+    # Pipelines of the toys were counted, of one replica; of Hugging Face's classes none.
+    toy = {"implementation": "toy", "pp": 2}
+    assert unproven(run_config("gpt2", **toy)) == ()
+    assert unproven(run_config("gpt2", dp=2, **toy)) == ("pp",)
+    assert unproven(run_config("gpt2", implementation="hf", pp=2)) == ("pp",)
     every = run_config(
         "mixtral-8x7b", optimizer="adamw-8bit", tuning="qlora", offload="optimizer", dp=2, ep=4, cp=2, zero=1
     )

@@ -20,7 +20,6 @@ from lablib.calc.units import GB, GiB
 #: Llama 3's table 4 can mean leaves 2.9 GiB by our count. With the context it is 3 GiB.
 RESERVE = 5 * GiB // 2
 
-
 #: Share of a peak that a planner leaves free beside the reserve where nobody judged such a peak: as much as the published
 #: peaks of Megatron-LM exceed what is counted of them at most (book/data/megatron_peaks.json), 3.03 % of the count. Those
 #: runs are of eight GPUs; nothing larger was published.
@@ -44,6 +43,7 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
         "cp": run.cp > 1 and not run.implementation.eager,
         "ep": run.ep > 1 and not published,
         "tp with pp": run.tp > 1 and run.pp > 1,
+        "pp": run.pp > 1 and not published and (run.dp * run.cp > 1 or run.implementation != "toy"),
         "interleaved": run.schedule == "interleaved",
     }
     return tuple(name for name, so in named.items() if so)
