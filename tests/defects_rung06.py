@@ -297,6 +297,7 @@ class write_checkpoint:
     everybody_publishes = asked(_write, publishers=lambda ranks: range(ranks))
     nobody_publishes = lambda *args: _write(*args, publishers=())
     old_one_goes_first = lambda *args: _write(*args, forget_old=True)
+    old_one_goes_in_pieces = lambda d, r, n, s, *rest: _write(d, r, n, s, *rest) or d.remove(f"step-{s - 1}/rank-{r}")
 
     def clears_what_it_has_published(disk, rank, ranks, step, state, barrier):
         _write(disk, rank, ranks, step, state, barrier, clear=False)
@@ -456,6 +457,13 @@ class choose_wrapping:
     def tables_alone(parts, tied, budget, price):
         return {"units": [["embed", "head"]] if tied else [["embed"], ["head"]], "reshard": True}
 
+    mlps_alone = lambda parts, *_: {"units": [[part] for part in parts if "mlp" in part], "reshard": True}
+
+    def one_unit_is_freed(parts, *rest):
+        """Everything is a unit, and nothing is left to the root."""
+        answer = _choose(parts, *rest)
+        return answer and {"units": answer["units"] or [list(parts)], "reshard": answer["reshard"]}
+
     one_of_two_tables = lambda parts, tied, budget, price: _choose(parts, False, budget, price)
 
     def first_and_last_block_together(parts, tied, budget, price):
@@ -510,9 +518,9 @@ DEFECTS, SECOND_SOLUTIONS = listed(apply_fsdp, find_fault, write_checkpoint, cho
 #: What the sentence about a defect must say.
 SENTENCES = {
     "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "Among them",
-    "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "is in no unit",
+    "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "FSDP neither shards",
     "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
-    "no_call_for_the_model": "comes last", "norm_ignored": "neither sharded nor reduced (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
+    "no_call_for_the_model": "comes last", "norm_ignored": "nor reduces it (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
     "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
     "cast_before": "master weights", "half_kept": "not freed after", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
     "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",
@@ -526,7 +534,7 @@ SENTENCES = {
     "clears_the_files_of_twice_as_many_ranks": "what a crashed job left",
     "clears_what_it_has_published": "what a crashed job left",
     "counts_ranks_from_one": "is called 'rank-0'", "two_digits": "is called 'rank-0'",
-    "does_not_wait": "only when every rank has written", "leaves_the_rest_of_a_crash": "what a crashed job left",
+    "does_not_wait": "takes it for whole", "old_one_goes_in_pieces": "takes it for whole", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends",
@@ -539,9 +547,10 @@ SENTENCES = {
     "without_the_idea_of_one_unit": "waits for the latency",
     "without_the_idea_of_a_large_part": "too large a unit", "without_the_idea_of_overlap": "Small units, freed",
     "without_the_idea_eight_of_a_list": "unseen", "without_the_idea_tries_everything": "each is a run",
-    "without_the_idea_one_recipe": "room to keep", "fewest_messages": "room to keep",
+    "without_the_idea_one_recipe": "a wrapping with room", "fewest_messages": "room to keep",
     "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
-    "half_of_the_budget_is_enough": "something fits", "tables_alone": "smaller units hold less",
+    "half_of_the_budget_is_enough": "something fits", "tables_alone": "and the root throughout",
+    "mlps_alone": "and the root throughout", "one_unit_is_freed": "Of what fits",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts",
     "a_list_too_deep": "no part",
     "the_price_itself": "is True or False",

@@ -247,7 +247,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
         case,
         (lambda: f"The shards of {min(seen['stored'])} have another dtype than the parameter had: the policy casts what is "
          "gathered, and fp32 shards are the master weights", seen["stored"]),
-        (lambda: f"{seen['left'][0]} is in no unit, neither sharded nor reduced"
+        (lambda: f"{seen['left'][0]} is in no unit, and FSDP neither shards nor reduces it"
          + ": the call for the model comes last" * seen["rootless"], seen["left"]),
         ("The call for the model itself comes last: without it each unit takes itself for the root", seen["rootless"]),
         (lambda: f"{seen['elsewhere'][0]} is not sharded over the `mesh` given, all axes in their order", seen["elsewhere"]),
@@ -576,8 +576,7 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
              strangers and absent and ranks in (len(absent), len(_on_disk(content, ranks, step)))),
             (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
              "be cleared before anybody writes", lost & set(absent)),
-            (f"There is a moment when {folder} is visible without {missing}. It may be published only when every rank has "
-             "written its own file", absent),
+            (f"There is a moment when {folder} is visible without {missing}, and a job that resumes takes it for whole", absent),
             (f"{folder} is published with files of more than {ranks} ranks: clear what a crashed job left",
              any(name.removeprefix("rank-").isdigit() for name in strangers)),
         )  # fmt: skip
@@ -767,8 +766,8 @@ def _drawn(seed: int) -> list[tuple[str, Situation]]:
     idea="Memory says which wrappings are possible, and the step time says which of them to take; try those that a reason "
     "speaks for.",
     section="When to use which wrapping policy",
-    line="Begin with one block a unit and the tables as units; parts of a block if that does not fit, else kept units if they "
-    "fit, then two, four and more blocks a unit as long as the step gets shorter, at last one unit.",
+    line="Begin with one block a unit and the tables as units; parts of a block, freed or kept, if that does not fit, else "
+    "kept units if they fit, then two, four and more blocks a unit as long as the step gets shorter, at last one unit.",
 )
 def choose_wrapping(answer: Callable[..., Any], seed: int = 606) -> str:
     """Judge `choose_wrapping(parts, tied, budget, price)` in situations by hand, and in some that are drawn."""
@@ -838,16 +837,16 @@ def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> 
         (f"{case}. Kept units pile up until backward: free them", not reshard and fits(units, True)),
         (f"{case}. {_TABLES}", lambda: ends and not made.tied and fits([*units, *ends], reshard)),
         (f"{case}. {_LARGE}", all(n == 0 for _, n, _ in fit) and any(len(unit) > 1 for unit in units)),
-        (f"{case}. A unit is held with its neighbour, its gradients and their buffer: smaller units hold less", True),
+        (f"{case}. A unit is held with its neighbour, its gradients and their buffer, and the root throughout", True),
     )
 
 
 def _explain_time(case: str, made: Situation, count: int, reshard: bool, best: tuple, least: float) -> NoReturn:
     freed = [cost[1] for each, cost in made.candidates().items() if each[2] and cost[0] <= made.budget]
-    fewer = len(made.wrapping(*best[:2]))
+    fewer = len(made.wrapping(*best[:2])) or 1  # the whole model as a unit is not small
     refuse(
         "",
-        (f"{case}. There is room to keep what forward has gathered: then backward gathers nothing again",
+        (f"{case}. There is a wrapping with room to keep what forward has gathered: then backward gathers nothing again",
          reshard and not best[2] and min(freed, default=math.inf) > _SLOWER * least),
         (f"{case}. Larger units are faster: fewer waits for the latency, more computing beside each message", count > fewer),
         (f"{case}. What is gathered at once overlaps with nothing, since nothing runs before it has arrived: smaller units "
