@@ -83,11 +83,11 @@ def test_a_differently_written_solution_passes(rung, name, i):
 
 
 @pytest.mark.parametrize(("rung", "name"), ON_RANKS)
-def test_right_and_wrong_are_told_apart_on_ranks(rung, name, monkeypatch, capsys):
+def test_right_and_wrong_are_told_apart_on_ranks(rung, name, monkeypatch):
     judge, planted = getattr(_load(rung)[0], name), _defects(rung)
     with standing_ranks() as ranks:
         monkeypatch.setattr(judging_ranks, "run_ranks", ranks)
-        for right in (_pasted(rung, name, capsys)[name], *share_of(planted.SECOND_SOLUTIONS[name])):
+        for right in (getattr(load(f"labs/solutions/{rung}.py"), name), *share_of(planted.SECOND_SOLUTIONS[name])):
             assert judge(right).status == "passed", right.__name__
         for defect in share_of(planted.DEFECTS[name]):
             _is_refused(judge, defect, planted)
@@ -183,8 +183,12 @@ def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
 @pytest.mark.parametrize(("rung", "name"), ALONE)
 def test_the_printed_solution_passes_where_it_is_pasted(rung, name, capsys):
     """In an empty namespace, so in its lab's too, whatever cells were run; it changes no name that the lab made."""
-    pasted = _pasted(rung, name, capsys)
-    assert getattr(_load(rung)[0], name)(pasted[name]).status == "passed"
+    check = getattr(_load(rung)[0], name)
+    for _ in range(4):
+        check.hint()
+    pasted = {}
+    exec(capsys.readouterr().out.rpartition("Solution:\n")[2], pasted)
+    assert check(pasted[name]).status == "passed"
     (lab,) = (ROOT / "labs").glob(f"{rung[4:]}_*.ipynb")
     cells = json.loads(lab.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -196,15 +200,6 @@ def test_the_printed_solution_passes_where_it_is_pasted(rung, name, capsys):
 @pytest.mark.parametrize(("rung", "name"), ON_RANKS)
 def test_the_printed_solution_passes_on_ranks_of_its_own(rung, name, capsys):
     test_the_printed_solution_passes_where_it_is_pasted(rung, name, capsys)
-
-
-def _pasted(rung, name, capsys):
-    check = getattr(_load(rung)[0], name)
-    for _ in range(4):
-        check.hint()
-    pasted = {}
-    exec(capsys.readouterr().out.rpartition("Solution:\n")[2], pasted)
-    return pasted
 
 
 def test_a_check_reports_an_exception_of_the_answer_with_its_line(capsys):
