@@ -178,7 +178,10 @@ def _factor(factor, tell=None):
     return weigh
 
 
-def _step(rows=_rows, held=_chunks, places=None, labels=_labels, cut_first=False, weigh=_weigh, seen=lambda d: d):
+def _step(
+    rows=_rows, held=_chunks, places=None, labels=_labels, cut_first=False, weigh=_weigh, seen=lambda d: d,
+    loss=F.cross_entropy,
+):  # fmt: skip
     """Make the step as the solution does, but for what is given."""
 
     def answer(model, tokens, documents, counted, mesh):
@@ -190,10 +193,10 @@ def _step(rows=_rows, held=_chunks, places=None, labels=_labels, cut_first=False
             own_labels = labels(tokens[:, mine], documents[:, mine], counted[:, mine])
         else:
             own_labels = labels(tokens, documents, counted)[:, mine]
-        own = F.cross_entropy(logits.transpose(1, 2), own_labels, ignore_index=-100, reduction="sum")
-        start, loss = weigh(own, own_labels, mesh)
+        own = loss(logits.transpose(1, 2), own_labels, ignore_index=-100, reduction="sum")
+        start, mean = weigh(own, own_labels, mesh)
         start.backward()
-        return loss
+        return mean
 
     return answer
 
@@ -250,6 +253,8 @@ class packed_step:
             own.detach(),
         )
     )
+    climbs = _step(weigh=lambda own, labels, mesh: _weigh(-own, labels, mesh))
+    logits_for_logarithms = _step(loss=F.nll_loss)
     plain_sum = _step(weigh=_factor(lambda n, every, mesh: 1))
     all_tokens_count = _step(weigh=_factor(lambda n, every, mesh: 4 / 128))
     returns_its_own_share = _step(weigh=_factor(lambda n, every, mesh: 4 / every, lambda own, n, every: own / every))
@@ -596,6 +601,8 @@ SENTENCES = {
     "fits_dp_alone": "fits an average over one axis",
     "mean_of_replicas": "labels of one cp group",
     "leaves_out_the_last_label": "is a label too",
+    "climbs": "Look at a token's loss",
+    "logits_for_logarithms": "Look at a token's loss",
     "plain_sum": "plain sum",
     "all_tokens_count": "those without a label",
     "returns_its_own_share": "own share",

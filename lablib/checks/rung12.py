@@ -278,9 +278,13 @@ def _on_meshes(answer: Callable[..., Any], batch: Batch) -> list[Any]:
         tokens, positions, documents, logits = (torch.cat(parts) for parts in zip(*learned, strict=True))
         # A token's loss pulls the logit of its label up and all others down, by their probabilities and its weight.
         grad, chances = torch.cat([part[3].grad for part in learned]), logits.softmax(-1)
-        labels = grad.argmin(-1)
-        weights = -(grad / (1 - chances)).gather(-1, labels[..., None])[..., 0]
-        labels = labels.masked_fill(weights.abs() < 1e-12, IGNORED)
+        labels = grad.argmin(-1, keepdim=True)
+        weights = -(grad / (1 - chances)).gather(-1, labels)
+        fit = weights * chances.scatter_add(-1, labels, -torch.ones_like(weights))
+        if ((grad - fit).abs() > fit.abs() / 2).any():
+            raise Wrong(f"Rank {dist.get_rank()}'s logits get no cross-entropy's gradient, a positive weight times the probabilities "
+                        "with 1 less at the label. Look at a token's loss: its sign, its log_softmax.")  # fmt: skip
+        labels, weights = labels.masked_fill(weights.abs() < 1e-12, IGNORED)[..., 0], weights[..., 0]
         average_gradients(model, dist.group.WORLD)
         mean = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         plain = [each.detach().tolist() for each in (tokens, positions, documents, labels, weights)]
@@ -654,10 +658,6 @@ def _allowed(job: Job, way: str) -> bool:
     return job["cp"] in context_degrees(way, **model, order=order, most=job["cp"])
 
 
-def _fits(job: Job, way: str) -> bool:
-    return context_buffers(way, **_on_a_rank(job)) <= job["room"]
-
-
 @check(
     idea="First what can run: whole heads for Ulysses, equal chunks for the others, buffers that fit. Then what sends least.",
     section="Ring, all-gather, Ulysses: bytes, messages, memory, limits",
@@ -669,7 +669,9 @@ def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> st
     jobs = _jobs(random.Random(seed)) + _jobs(NEW)[-6:]  # no list has the last
     taken = dict.fromkeys(WAYS, 0)
     for job in jobs:
-        possible = [way for way in WAYS if _allowed(job, way) and _fits(job, way)]
+        possible = [
+            way for way in WAYS if _allowed(job, way) and context_buffers(way, **_on_a_rank(job)) <= job["room"]
+        ]
         try:
             got = answer(**job)
         except ValueError as error:
@@ -682,9 +684,8 @@ def choose_split(answer: Callable[..., Mapping[str, Any]], seed: int = 12) -> st
             why = [_why_not(job, way) for way in WAYS if named is not None and way in _possible(named)]
             raise Wrong(f"Nothing can run here, so raise a ValueError{': ' + why[0] if why else ''} ({_job(job)}).")
         taken[_judge_split(got, job, possible)] += 1
-    if asked := [
-        name.rpartition(".")[2] for name in getattr(answer, "called", ()) if name.startswith("lablib.calc.parallel")
-    ]:
+    called = [name.rpartition(".") for name in getattr(answer, "called", ())]
+    if asked := [name for room, _, name in called if room.startswith("lablib.calc.parallel")]:
         raise Wrong(f"It is right, and {asked[0]} answers for you: count what can run and what is sent yourself.")
     counts = ", ".join(f"{way} {number}" for way, number in taken.items())
     return f"{len(jobs)} jobs: {counts}, and {len(jobs) - sum(taken.values())} that nothing can run."
@@ -789,7 +790,6 @@ def _explain_sent(got: float, way: str, truth: float, job: Job) -> NoReturn:
         (f"A rank's own part never travels: of {cp} parts {cp - 1} leave, or pass by", cp / (cp - 1)),
         ("Two bytes carry a number, and values travel too", 1 / 2), ("Two bytes carry a number, and what arrives others sent", 2),
     ]  # fmt: skip
-    recognize(
-        got, f"{way}, {_job(job)}", [(sentence, truth * change) for sentence, change in slips if change not in (0, 1)]
-    )
+    known = [(sentence, truth * change) for sentence, change in slips if change not in (0, 1)]
+    recognize(got, f"{way}, {_job(job)}", known)
     raise Wrong(f"With {way} a rank sends {truth:,.0f} bytes in forward and backward, not {got:,.0f} ({_job(job)}).")
