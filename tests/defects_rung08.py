@@ -213,6 +213,10 @@ class train_step:
     sums_ranks = lambda *case: _step(*case, average=lambda model: [dist.all_reduce(p.grad) for p in model.parameters()])
     own_gradient_alone = lambda *case: _step(*case, average=lambda model: None)
     never_scales_the_loss = lambda *case: _step(*case, scales=False)
+    # Autocast in fp16, and its gradients as they are: the small ones are zero.
+    without_a_scaler = lambda model, optimizer, schedule, scaler, *case: _step(
+        model, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), *case
+    )
     never_unscales = lambda *case: _step(*case, unscale=False, decides=False)
     steps_whatever_comes = lambda *case: _step(*case, decides=False)
     never_clips = lambda *case: _step(*case, clips=lambda *_: None)
@@ -640,6 +644,7 @@ SENTENCES = {
     "without_the_idea_all_in_fp32": "ran in float32", "in_bf16": "ran in bfloat16", "clips_before_it_unscales": "unscale before you clip",
     "unscales_before_it_averages": "average first and unscale then", "sums_micro_batches": "one over their number",
     "sums_ranks": "need their mean", "own_gradient_alone": "average over ranks", "never_scales_the_loss": "did not use scaler.scale",
+    "without_a_scaler": "where losses are scaled",
     "never_unscales": "nobody divided them", "lengthens_too": "or the clip lengthens", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
     "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
     "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "each runs backward",

@@ -321,7 +321,7 @@ def _judge_gradient(step: dict, rank: int, case: str, before: list[Tensor] | Non
     off = (given - _clipped(mean)).norm() / _clipped(mean).norm()
     raise Wrong(
         f"The optimizer of rank {rank} was given another gradient than the clipped mean in fp32, by {off:.0%}, and fp16 explains "
-        f"less than one percent ({case})."
+        f"less than one percent where losses are scaled ({case})."
     )
 
 
