@@ -471,17 +471,17 @@ def like_this(load: Workload, layout: Layout, rows: Iterable[dict] | None = None
     way = "ZeRO-3" if layout.zero == 3 else "at most ZeRO-2"
     rows = list(measured_rows() if rows is None else rows)
     alike = [row for row in rows if row["experts"] == sparse]
-    alike = [row for row in alike if row["precision"] == precision] or alike
-    on_card = [row for row in alike if row["card"] == gpu.generation]
+    same = [row for row in alike if row["precision"] == precision]
+    on_card = [row for row in same or alike if row["card"] == gpu.generation]
     known = (
-        f"{'expert' if sparse else 'dense'} {precision} runs on {card}",
-        _error_within(on_card or alike),
+        f"{'expert' if sparse else 'dense'} {precision if same else 'measured'} runs on {card}",
+        _error_within(on_card or same or alike),
         bool(on_card),
     )
     for suits, missing in (
         (lambda row: row["experts"] == sparse, "is of a mixture of experts"),
-        (lambda row: row["precision"] == precision, f"is in {precision}"),
-        (lambda row: row["card"] == gpu.generation, f"in {precision} is on {card}"),
+        (lambda row: row["precision"] == precision, f"{'of experts ' * sparse}is in {precision}"),
+        (lambda row: row["card"] == gpu.generation, f"{'of experts ' * sparse}in {precision} is on {card}"),
         (lambda row: _axes(row) == axes, f"on {card} has {named} and no other axis"),
         (
             lambda row: "cp" not in axes or (row["cp_way"] == load.cp_way and row["cp"] >= layout.cp),

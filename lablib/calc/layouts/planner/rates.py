@@ -138,7 +138,7 @@ class Fitted:
 
 
 #: The result of `fit_rates` of `tests/evidence/planner` on all rows that are fitted; a test fits again. FlashAttention-2's
-#: share on A100 is its author's, forward and backward, causal, head dimension 128, 4,096 tokens (Dao 2023, arXiv 2307.08691,
+#: share on A100 is its author's, forward and backward, causal, head dimension 128, 8,192 tokens (Dao 2023, arXiv 2307.08691,
 #: figure 4), on H100 a round number below what Shah et al. 2024 (arXiv 2407.08608) plot of its forward and its backward.
 FITTED = Fitted(
     matmul={"a100": 0.8515, "h100": 0.9187, "b200": 0.5843},
