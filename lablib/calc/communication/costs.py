@@ -50,7 +50,7 @@ def ring_all_gather_bytes(size: float, ranks: int) -> float:
 def ring_all_reduce_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S.
 
-    No algorithm that sends whole bytes can do with less (Patarasuk and Yuan 2009, theorem 1).
+    As long as only ranks add, no algorithm needs less on its busiest rank (Patarasuk and Yuan 2009, theorem 1).
     """
     return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
 
@@ -95,7 +95,7 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
-    """Return busbw in bytes per second: what each rank sent over the time, to compare with the link (nccl-tests, PERFORMANCE.md)."""
+    """Return busbw in bytes per second: what messages must carry at the busiest rank, over the time (nccl-tests, PERFORMANCE.md)."""
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
     check_link(ranks)
