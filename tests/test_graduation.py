@@ -94,6 +94,37 @@ def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
     assert "NotImplementedError" not in source
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["for size in (2, 4):\n    pass"],
+        ["import contextlib\nwith contextlib.nullcontext(4) as size:\n    pass"],
+        ["print(size := 4)"],
+        ["first, *size = 1, 4\n(size,) = size"],
+        ["size = 4", "size: int\nrows = [size for size in (1, 2)]"],
+        ["size = 4\nfiles = !ls\nt = %timeit -o size\nprint?"],
+        ["%%time\nsize = 4"],
+        ["%time size = 4"],
+        ["base = 4\ndef read():\n    return base\nsize = read()\nbase = 1"],
+        ["base = 4\nclass Row:\n    all = [base for _ in range(1)]\nsize = Row.all[0]\nbase = 1"],
+        ["abs = 4\nsize = abs\ndel abs"],
+    ],
+)
+def test_a_name_has_the_value_that_the_notebook_gives_it(tmp_path, cells):
+    path = _notebook(tmp_path / "a.ipynb", *cells, "def answer(x):\n    return abs(-size * x)")
+    assert _run(answer_source(path, "answer"), "answer")(5) == 20
+
+
+def test_a_second_definition_may_call_the_first(tmp_path):
+    path = _notebook(
+        tmp_path / "a.ipynb",
+        "def more(x):\n    return x\n\ndef answer(x):\n    return more(x)",
+        "first = answer\n\ndef answer(x):\n    return 2 * first(x)",
+        "def more(x):\n    return x + 1",
+    )
+    assert _run(answer_source(path, "answer"), "answer")(5) == 12
+
+
 def test_a_parameter_or_a_local_does_not_bring_the_notebook_s_variable_of_that_name(tmp_path):
     path = _notebook(
         tmp_path / "a.ipynb",

@@ -36,7 +36,8 @@ from lablib.launch.ranks import TURNS, place
 
 TIMEOUT_S = 180.0
 LARGEST_B = 2**30  # bytes of a file that an answer may write
-_BLOCKS = ast.If | ast.Try | ast.With | ast.For | ast.While | ast.ExceptHandler
+#: What leaves nothing of what a name was before; `table[0] = 1` reads it first.
+_WHOLE = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign
 #: "passed on CPU ranks": the answer is right, and the run that its sentence speaks of has not happened yet.
 Status = Literal["passed", "passed on CPU ranks", "not attempted", "wrong", "no lab"]
 
@@ -238,6 +239,8 @@ def defined(notebook: Path, name: str) -> Callable[..., Any]:
     # As in a notebook: functions of `__main__` are sent to ranks by value.
     answers: dict[str, object] = {"__name__": "__main__", "display": print}
     exec(compile(source, file, "exec"), answers)
+    main = vars(sys.modules["__main__"])
+    main |= answers | main  # where pickle looks for its classes
     return answers[name]
 
 
@@ -248,20 +251,19 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{notebook} is no notebook: {type(error).__name__}: {error}") from None
-    statements: list[ast.stmt] = []
-    for source in sources:
-        statements += _parsed(source)
-    bound = [_defines(statement) for statement in statements]
-    wanted, lines = [name, "*"], set()  # what `from math import *` brings has no names here
+    statements = [each for source in sources for each in _parsed(source)]
+    bound = [set(_defines(statement)) for statement in statements]
+    end = len(bound)
+    wanted, found = [(name, end), ("*", end)], set()  # what `from math import *` brings has no names here
     while wanted:
-        read = wanted.pop()
-        for line in [line for line, names in enumerate(bound) if read in names][::-1]:
-            if line not in lines:
-                lines.add(line)
-                wanted += _reads(symtable.symtable(ast.unparse(statements[line]), "cell", "exec"))
-            if not _changes(statements[line], read):  # what the name was before plays no part
+        read, before = wanted.pop()
+        for line in [line for line in range(before) if read in bound[line]][::-1]:
+            if (line, before) not in found:
+                found.add((line, before))
+                wanted += _reads(statements[line], line, before, end)
+            if isinstance(statements[line], _WHOLE):
                 break
-    kept = [statements[line] for line in sorted(lines)]
+    kept = [statements[line] for line in sorted({line for line, _ in found})]
     if not any(isinstance(each, ast.FunctionDef) and each.name == name for each in kept):
         return None
     return "\n\n".join(ast.unparse(each) for each in kept) + "\n"
@@ -269,10 +271,12 @@ def answer_source(notebook: str | Path, name: str) -> str | None:
 
 def _parsed(source: str) -> list[ast.stmt]:
     """Return the statements of a cell: none of a broken one, and all but the lines for the shell and IPython's own."""
-    # As it is first: a line of Python may begin with an operator, % or !=.
-    for text in (source, re.sub(r"(?m)^\s*[%!?].*$|\?$", "", source)):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            return ast.parse(text).body
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.parse(source).body
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ImportError):
+        from IPython.core.inputtransformer2 import TransformerManager  # late: few cells need it
+
+        return ast.parse(TransformerManager().transform_cell(re.sub(r"(?m)\A\s*%%.*|^%time ", "", source))).body
     return []
 
 
@@ -283,30 +287,27 @@ def is_untouched(source: str, name: str) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0])
 
 
-def _defines(statement: ast.AST) -> list[str]:
-    """Return the names that a statement of a cell defines or changes."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [item.asname or item.name.split(".")[0] for item in statement.names]
-    if isinstance(statement, _BLOCKS):
-        return [name for each in ast.iter_child_nodes(statement) for name in _defines(each)]
-    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):  # `table[0] = 1` binds what table is
-        stored = [node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store)]
-        return [re.match(r"\w*", ast.unparse(node))[0] for node in stored]
-    return []
+def _defines(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement of a cell defines or changes."""
+    nodes: list[ast.AST] = [statement]
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.split(".")[0]
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield re.match(r"\w*", ast.unparse(node))[0]  # `table[0] = 1` binds what table is
+        else:  # the k of `[k for k in x]` is its own
+            own = node.target if isinstance(node, ast.comprehension) else None
+            nodes += [each for each in ast.iter_child_nodes(node) if each is not own]
 
 
-def _changes(statement: ast.stmt, name: str) -> bool:
-    """Say whether a statement leaves something of what a name was before, as `x += 1` or `import a.b` after `import a.c`."""
-    parts = isinstance(statement, ast.Import | ast.ImportFrom | ast.AugAssign | _BLOCKS)
-    return parts or symtable.symtable(ast.unparse(statement), "cell", "exec").lookup(name).is_referenced()
-
-
-def _reads(scope: symtable.SymbolTable) -> Iterator[str]:
-    """Yield the notebook's names that a statement reads: a function's parameters and locals are none of them."""
-    for symbol in scope.get_symbols():
-        if symbol.is_referenced() if scope.get_type() == "module" else symbol.is_global():
-            yield symbol.get_name()
-    for inner in scope.get_children():
-        yield from _reads(inner)
+def _reads(statement: ast.stmt, line: int, before: int, end: int) -> Iterator[tuple[str, int]]:
+    """Yield the notebook's names that a statement reads, and before which line it does: a function when it is called."""
+    cell = symtable.symtable(ast.unparse(statement), "cell", "exec")
+    yield from ((symbol.get_name(), line) for symbol in cell.get_symbols() if symbol.is_referenced())
+    called = (before, end) if isinstance(statement, ast.FunctionDef) else (line, before, end)
+    scopes = cell.get_children()
+    for scope in scopes:  # a function's parameters and locals are none of them
+        scopes += scope.get_children()
+        yield from ((each.get_name(), when) for each in scope.get_symbols() if each.is_global() for when in called)
