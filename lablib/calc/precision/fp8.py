@@ -212,7 +212,7 @@ def ring_sum_error(ranks: int, epsilon: float, *, full: bool = False, same_sign:
 # DeepSeek-V3, table 1: H800 hours of pre-training and of the whole training.
 DEEPSEEK_V3 = {"active_params": 37e9, "tokens": 14.8e12, "pretraining_hours": 2.664e6, "hours": 2.788e6}
 
-# torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GB.
+# torchao's documentation, quantized training: Llama 3 8B on 8 H100, tokens per second and GPU, and peak GiB.
 TORCHAO_LLAMA3_8B = {
     "bf16": (6150.0, 47.65),
     "float8 tensorwise, float8 all-gather": (7689.5, 47.77),
