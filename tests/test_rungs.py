@@ -212,7 +212,7 @@ def _pair(rank, exchange, **changes):
 MISUSE = {
     "wait for each other for ever": lambda rank, exchange: _pair(rank, exchange) if rank else None,
     "comes rank 0": lambda rank, exchange: _pair(rank, exchange, to=rank + 1),
-    "another number than the one": lambda rank, exchange: _pair(
+    "another chunk than the one": lambda rank, exchange: _pair(
         rank, exchange, receive=torch.zeros(3, dtype=torch.float64)
     ),
 }
