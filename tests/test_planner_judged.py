@@ -217,7 +217,7 @@ def test_no_source_and_no_gpu_is_better_served_by_one_constant(table: dict) -> N
 
 
 def test_layouts_of_one_model_come_in_their_measured_order(table: dict) -> None:
-    """Pairs of all sizes that a source measured; the 39B of vTrain is the exception, and the page says why."""
+    """Pairs of all sizes that a source measured; the 39B of vTrain is the exception."""
     groups: dict[tuple, list[dict]] = {}
     for row in table["rows"]:
         if row["fitted"]:
