@@ -1,7 +1,7 @@
 """How long a rung takes, by a rule that counts what there is to read, to guess and to write.
 
-The rule is printed in book/how_to_use.md, and was set by a diary of rungs 02 and 04: a reader with two years of PyTorch took
-90 and 95 minutes for the chapters and 115 and 135 for the labs.
+The rule is printed in book/how_to_use.md, and was set by a diary of rungs 02 and 04, whose reader estimated 90 and 95 minutes
+for the chapters and 115 and 135 for the labs, for somebody with two years of PyTorch.
 """
 
 from __future__ import annotations
