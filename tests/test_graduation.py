@@ -104,6 +104,7 @@ def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
         ["size = 4", "size: int\nrows = [size for size in (1, 2)]"],
         ["size = 4\nfiles = !ls\nt = %timeit -o size\nprint?"],
         ["%%time\nsize = 4"],
+        ["size = 4", "%%bash\nsize=1", "%%writefile part.py\nsize = 1"],
         ["%time size = 4"],
         ["base = 4\ndef read():\n    return base\nsize = read()\nbase = 1"],
         ["base = 4\nclass Row:\n    all = [base for _ in range(1)]\nsize = Row.all[0]\nbase = 1"],

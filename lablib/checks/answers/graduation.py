@@ -274,9 +274,9 @@ def _parsed(source: str) -> list[ast.stmt]:
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.parse(source).body
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ImportError):
-        from IPython.core.inputtransformer2 import TransformerManager  # late: few cells need it
-
-        return ast.parse(TransformerManager().transform_cell(re.sub(r"(?m)\A\s*%%.*|^%time ", "", source))).body
+        shell = importlib.import_module("IPython.core.inputtransformer2").TransformerManager()  # late
+        python = re.sub(r"(?m)\A\s*%%(?:time|capture|prun)\b.*|^%time ", "", source)  # what %%bash holds is none
+        return ast.parse(shell.transform_cell(python)).body
     return []
 
 
