@@ -4,7 +4,7 @@
     last_runs(read_runs())                                          # a row for each combination of `make matrix`
 
 A calculator whose answer depends on a difference takes `torch="2.13"` as a setting, the version of constraints.txt by
-default. Labs, checks and `lablib.launch` pass `torch.__version__`: what they compare with is the installed one.
+default. What compares with the installed PyTorch passes `torch.__version__`.
 Pages: book/versions.md, book/status.md.
 """
 
