@@ -78,10 +78,8 @@ def test_one_byte_of_states_is_counted() -> None:
 
 
 def test_whatever_is_off_has_its_cause_and_no_cause_is_stale() -> None:
-    # The page names the worst peak of all and the worst group with their causes, however small they are.
     chosen, drawn = headline(ROWS), headline(HELD["rows"])
-    named = [*chosen["noticeable"], *drawn["noticeable"], chosen["saved_term"]]
-    named.append(max(chosen["peak"], drawn["peak"], key=lambda worst: worst["off"]))
+    named = [*chosen["noticeable"], *drawn["noticeable"]]
     assert {(worst["name"], worst["what"]) for worst in named} == set(CAUSES)
     assert all(worst["cause"].endswith(".") for worst in named)
 
@@ -196,7 +194,6 @@ def test_the_page_shows_the_worst_case_of_each_kind() -> None:
         for part in ('"configurations"', '"states_exact"', '"saved"]["off"', '"peak"]["off"', '"typical_peak"'):
             assert f"{table}[{part}]" in shown
     assert 'WORST["name"]' in shown
-    assert 'WORST["cause"]' in shown
 
 
 def test_every_configuration_is_a_dot_on_its_strip() -> None:

@@ -159,8 +159,6 @@ def test_every_calculator_cites_and_covers_something() -> None:
         assert one.quantity in QUANTITIES
         assert covered(one), (one.name, one.quantity)
         if one.name != OWN:
-            assert one.why.endswith(".")
-            assert one.why.count(". ") == 0
             assert f"{{{one.source.key}," in bibliography
 
 
@@ -192,9 +190,6 @@ def test_the_summary_is_of_the_rows_and_the_rows_of_the_memory_table() -> None:
     assert own["states"]["cases"] == own["activations"]["cases"] == len(grid())
     for row in COMMITTED["summary"]:
         assert row["low"] <= row["median"] <= row["high"]
-        # A sentence that says "Right" is about a calculator that is.
-        right = abs(row["worst"] - 1) < comparison.CLOSE
-        assert right == (row["why"].startswith(("Right but", "Right where")) or row["calculator"] == OWN)
 
 
 def test_a_number_that_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

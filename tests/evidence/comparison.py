@@ -163,7 +163,7 @@ def _badness(row: Row) -> tuple[float, float]:
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """Return how far off each calculator is, what its worst case is and why, and this course on the same cases.
+    """Return how far off each calculator is, what its worst case is, and this course on the same cases.
 
     Ratios are predicted over measured. The worst is the one farthest from 1 in either direction, on a log scale.
     """
@@ -192,7 +192,6 @@ def summary(rows: Sequence[Row]) -> list[Row]:
                 "high": round(max(ratios), 4),
                 "worst": round(worst["predicted"] / worst["measured"], 4),
                 "worst_case": worst["case"],
-                "why": one.why,
                 "ours": {
                     "median": round(statistics.median(same), 4),
                     "worst": round(max(same, key=lambda ratio: abs(math.log(ratio))), 4),
@@ -262,7 +261,6 @@ def comparison_text(table: Row) -> str:
         for row in (row for row in table["summary"] if row["quantity"] == quantity):
             numbers = f"{row['median']:>9.3f}{row['low']:>9.3f}{row['high']:>9.3f}"
             lines.append(f"  {row['calculator']:38}{row['cases']:>6}{numbers}")
-            lines += [f"      {row['why']}"] if row["why"] else []
     lines.append("\nsources")
     for row in {row["calculator"]: row for row in table["summary"]}.values():
         lines.append(f"  {row['calculator']}: {row['citation']}" + (f", {row['url']}" if row["url"] else ""))

@@ -58,7 +58,6 @@ class Calculator:
         quantity: "states", "activations" or "total".
         formula: Bytes of one rank in a case.
         limits: What it does not claim to cover, the first that holds being the reason given.
-        why: One sentence: why its worst answer is what it is.
         variant: Which formula, where a source has two of one quantity.
     """
 
@@ -66,7 +65,6 @@ class Calculator:
     quantity: str
     formula: Callable[[Case], float]
     limits: tuple[Limit, ...] = ()
-    why: str = ""
     variant: str = ""
 
     @property
@@ -156,7 +154,7 @@ WIDE_MLP: Limit = "it takes an MLP four times as wide as the stream for granted"
 SIXTEEN_BITS: Limit = "its activations have 2 bytes a value", _not_16_bits
 ONLY_MIXED: Limit = "it counts mixed precision only", _not_mixed
 FP32_MOMENTS: Limit = "it keeps moments in fp32", _not_mixed_or_fp32
-ADAM: Limit = "it has Adam only", lambda c: c.optimizer != "adamw"
+ADAM: Limit = "it was asked about AdamW only", lambda c: c.optimizer != "adamw"
 PUBLISHED: Limit = _TINY, lambda c: c.size == "tiny"
 SPLIT_TINY: Limit = _TINY, lambda c: c.size == "tiny" and c.tp > 1
 EVEN: Limit = "it divides evenly, and PyTorch's ZeRO-1 optimizer by whole tensors", lambda c: c.sharding == "zero1"
@@ -415,24 +413,11 @@ ACCELERATE = Source(
 )
 THIS_COURSE = Source(OWN, "lablib.calc.memory.training_memory and lablib.calc.memory.timeline.memory_timeline")
 
-_KEPT_COPY = "2 + 2 + 4 bytes are the 4 + 4 of a recipe that keeps its weights in fp32"
-_BLOCKS_ALONE = "It counts blocks alone, and nothing of the head and the fp32 logits."
-_CASTS = "It knows no autocast, whose 16-bit copies of the matrices wait for backward."
-_WIDE = (
-    "Its MLP is four times as wide as the stream and has one input matrix; Gemma's is eight times as wide and gated."
-)
-_STEP = (
-    "The peak is the optimizer step, with fp32 gradients for the master weights and temporaries, and the activations "
-    "that it adds are gone by then."
-)
-
 _ZERO_STATES = Calculator(
     ZERO,
     "states",
     _zero,
     (FULL_TUNING, SPLIT_TABLE, EVEN, ONLY_MIXED, SPLIT_TINY, ("it has no pipeline stages", lambda c: c.pp > 1)),
-    f"Right but for padding and norms that tensor parallelism does not split: {_KEPT_COPY}, so one sum fits every "
-    "mixed recipe.",
 )
 _ZERO_ACTIVATIONS = Calculator(
     ZERO,
@@ -446,16 +431,12 @@ _ZERO_ACTIVATIONS = Calculator(
         ("its 12 values are without recomputation", lambda c: c.recompute != "none"),
         ("its 12 values are on one device", _is_split),
     ),
-    "Twelve values a token and unit of hidden size are less than half of what the blocks keep for backward, and head "
-    "and loss keep more.",
 )
 _KORTHIKANTI = Calculator(
     KORTHIKANTI,
     "activations",
     lambda c: _blocks(c, c.sequence_parallel) + korthikanti_ends(symbols(c)),
     (FULL_TUNING, ("it counts GPT blocks only", lambda c: c.family != "gpt2"), WIDE_MLP, SIXTEEN_BITS, PUBLISHED),
-    "Its full recomputation keeps the whole input of every block on every rank, and with sequence parallelism a rank "
-    "keeps its share alone.",
 )
 _MATH_STATES = Calculator(
     MATH_101,
@@ -468,7 +449,6 @@ _MATH_STATES = Calculator(
         ("it has Adam and SGD with momentum only", lambda c: c.optimizer not in MATH_101_OPTIMIZERS),
         ("its sum for a split model belongs to ZeRO-1", _is_split),
     ),
-    f"Right but for a shard's padding: {_KEPT_COPY}, and in fp32 its sum is the recipe's own.",
 )
 _MATH_ACTIVATIONS = Calculator(
     MATH_101,
@@ -483,7 +463,6 @@ _MATH_ACTIVATIONS = Calculator(
         ("it has no sequence parallelism", lambda c: c.sequence_parallel),
         ("its formula is of one stage", lambda c: c.pp > 1),
     ),
-    _BLOCKS_ALONE,
 )
 _PLAYBOOK_STATES = Calculator(
     PLAYBOOK,
@@ -498,8 +477,6 @@ _PLAYBOOK_STATES = Calculator(
         SPLIT_TINY,
         ("it gives no sum for a stage", lambda c: c.pp > 1),
     ),
-    "Right where it is told the number of parameters, but for padding and norms that tensor parallelism does not "
-    f"split: {_KEPT_COPY}.",
 )
 _PLAYBOOK_N = Calculator(
     PLAYBOOK,
@@ -514,16 +491,13 @@ _PLAYBOOK_N = Calculator(
         ),
         WIDE_MLP,
     ),
-    "Its N counts too few parameters: 12h² is a block whose MLP has two matrices, each four times as wide as the "
-    "stream, and Llama's has three.",
-    "its N",
+    variant="its N",
 )
 _PLAYBOOK_ACTIVATIONS = Calculator(
     PLAYBOOK,
     "activations",
     _blocks,
     (FULL_TUNING, ONE_MLP, WIDE_MLP, SIXTEEN_BITS, PUBLISHED, ("its formula is of one device", _is_split)),
-    _BLOCKS_ALONE,
 )
 _MEGATRON_STATES = Calculator(
     MEGATRON,
@@ -537,8 +511,6 @@ _MEGATRON_STATES = Calculator(
         PUBLISHED,
         ("its distributed optimizer does not shard the weights", lambda c: c.shards),
     ),
-    "Its 18 bytes a parameter are those of Megatron's own runs, which keep a 16-bit copy beside fp32 weights; autocast "
-    "keeps none.",
 )
 _MEGATRON_ACTIVATIONS = Calculator(
     MEGATRON,
@@ -552,15 +524,12 @@ _MEGATRON_ACTIVATIONS = Calculator(
         ("it has no sum for full recomputation", lambda c: c.recompute == "full"),
         ("it takes for granted that no scores are kept", keeps_scores),
     ),
-    _CASTS,
 )
 _ELEUTHER_STATES = Calculator(
     ELEUTHER,
     "states",
     _eleuther_states,
     (FULL_TUNING, SPLIT_TABLE, ("its optimizer keeps fp32 states", _not_mixed_or_fp32), ADAM, PUBLISHED),
-    "Without ZeRO it divides only the weights by pipeline stages and tensor-parallel ranks, and puts all gradients and "
-    "moments on every rank.",
 )
 _ELEUTHER_ACTIVATIONS = Calculator(
     ELEUTHER,
@@ -571,11 +540,10 @@ _ELEUTHER_ACTIVATIONS = Calculator(
         PUBLISHED,
         ("it has one kind of checkpointing, which keeps 34 bytes", lambda c: c.recompute == "full"),
     ),
-    _WIDE,
 )
 
 
-def _total(states: Calculator, activations: Calculator, why: str, *more: Limit) -> Calculator:
+def _total(states: Calculator, activations: Calculator, *more: Limit) -> Calculator:
     """States and activations together, which a peak is held to."""
 
     def formula(case: Case) -> float:
@@ -583,7 +551,7 @@ def _total(states: Calculator, activations: Calculator, why: str, *more: Limit) 
         return states.formula(case) + activations.formula(case) + buffers
 
     limits = (HAS_PEAK, *states.limits, *activations.limits, *more)
-    return Calculator(states.source, "total", formula, limits, why)
+    return Calculator(states.source, "total", formula, limits)
 
 
 CALCULATORS: tuple[Calculator, ...] = (
@@ -592,27 +560,17 @@ CALCULATORS: tuple[Calculator, ...] = (
     _KORTHIKANTI,
     _MATH_STATES,
     _MATH_ACTIVATIONS,
-    _total(_MATH_STATES, _MATH_ACTIVATIONS, _STEP, LIVE),
+    _total(_MATH_STATES, _MATH_ACTIVATIONS, LIVE),
     _PLAYBOOK_STATES,
     _PLAYBOOK_N,
     _PLAYBOOK_ACTIVATIONS,
-    _total(
-        _PLAYBOOK_STATES,
-        _PLAYBOOK_ACTIVATIONS,
-        "The peak is in the backward of the loss, with the gradient of the logits and gathered weights, and it counts "
-        "neither.",
-    ),
+    _total(_PLAYBOOK_STATES, _PLAYBOOK_ACTIVATIONS),
     _MEGATRON_STATES,
     _MEGATRON_ACTIVATIONS,
-    _total(_MEGATRON_STATES, _MEGATRON_ACTIVATIONS, _STEP),
+    _total(_MEGATRON_STATES, _MEGATRON_ACTIVATIONS),
     _ELEUTHER_STATES,
     _ELEUTHER_ACTIVATIONS,
-    _total(
-        _ELEUTHER_STATES,
-        _ELEUTHER_ACTIVATIONS,
-        "Without ZeRO it divides only the weights by pipeline stages, and puts the other states of all of them on every "
-        "rank.",
-    ),
+    _total(_ELEUTHER_STATES, _ELEUTHER_ACTIVATIONS),
     Calculator(
         TRANSFORMERS,
         "states",
@@ -623,8 +581,6 @@ CALCULATORS: tuple[Calculator, ...] = (
             ("it has AdamW and SGD with momentum only", lambda c: c.optimizer not in ("adamw", "sgd-momentum")),
             ("it describes one device", _not_one_device),
         ),
-        "It counts a 16-bit copy of the weights and fp32 gradients; a mixed recipe keeps 16-bit gradients, and autocast "
-        "no copy.",
     ),
     Calculator(
         DEEPSPEED,
@@ -637,8 +593,6 @@ CALCULATORS: tuple[Calculator, ...] = (
             ADAM,
             ("it knows no tensor parallelism", lambda c: c.tp > 1),
         ),
-        "It adds the largest layer, unsharded, which is there at the peak and not among the states; the rest is 18 bytes "
-        "a parameter, where FSDP2 keeps 16.",
     ),
     Calculator(
         ACCELERATE,
@@ -650,8 +604,6 @@ CALCULATORS: tuple[Calculator, ...] = (
             ADAM,
             ("it estimates one device", _not_one_device),
         ),
-        "Right in fp32, but in 16 bits it takes the largest of weights, gradients and optimizer, and a step holds them "
-        "together.",
     ),
     Calculator(THIS_COURSE, "states", lambda c: sum(_own(c)["states"].values())),
     Calculator(THIS_COURSE, "activations", lambda c: _own(c)["saved"]),
