@@ -26,10 +26,10 @@ def listed(*checks: type) -> tuple[dict[str, list[Callable]], dict[str, list[Cal
 
 
 def share_of(answers: list[Callable]) -> list[Callable]:
-    """Return one in LABLIB_SHARE of these answers, others in each run, and one that has no idea among them."""
+    """Return half of these answers where a run takes a share of the checks, and one that has no idea among them."""
     first = random.choice([one for one in answers if one.__name__.startswith("without_the_idea")] or answers)
     others = [one for one in answers if one is not first]
-    return [first, *random.sample(others, len(others) // int(os.environ.get("LABLIB_SHARE", 1)))]
+    return [first, *random.sample(others, len(others) // min(2, int(os.environ.get("LABLIB_SHARE", 1))))]
 
 
 def asked(solution: Callable, **others: object) -> Callable:

@@ -82,6 +82,7 @@ def test_a_differently_written_solution_passes(rung, name, i):
     assert getattr(_load(rung)[0], name)(_defects(rung).SECOND_SOLUTIONS[name][i]).status == "passed"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rung", "name"), ON_RANKS)
 def test_right_and_wrong_are_told_apart_on_ranks(rung, name, monkeypatch):
     judge, planted = getattr(_load(rung)[0], name), _defects(rung)
@@ -180,6 +181,7 @@ def test_right_and_wrong_are_told_apart_whatever_is_drawn(rung, name, seed):
         assert judge(defect, seed).status == "wrong", defect.__name__
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rung", "name"), ALONE)
 def test_the_printed_solution_passes_where_it_is_pasted(rung, name, capsys):
     """In an empty namespace, so in its lab's too, whatever cells were run; it changes no name that the lab made."""

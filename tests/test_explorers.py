@@ -105,6 +105,7 @@ def edges(explorer):
     return some(explorer, states, 6)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
 def test_no_state_is_without_an_answer(explorer):
     drawn = bool(explorer.answer()["picture"])  # the formulas are a table
@@ -479,6 +480,7 @@ def test_the_mesh_explorer_says_what_megatron_refuses(given, refused):
     assert "refuses" not in MESH.answer(given)["table"]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("explorer", EXPLORERS.values(), ids=lambda e: e.name)
 def test_every_picture_is_sound(explorer):
     for state in around(explorer) + at_random(explorer, 10):

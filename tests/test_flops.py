@@ -51,6 +51,7 @@ def counted(model, *, backward):
     return counter.get_total_flops()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", SMALL)
 def test_forward_and_backward_agree_with_pytorchs_counter(model_type):
     model, config = build(model_type)

@@ -145,6 +145,7 @@ def seen(**options: object):
     return forecast(lambda: Transformer(CONFIG), world_size=RANKS, batch=1, seq=4, **options)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "options",
     [
@@ -179,6 +180,7 @@ def test_gathered_bytes_are_the_calculator_s(options: dict) -> None:
     assert found.after_backward["optimizer"] == states
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("wrap", "kept"),
     [("none", False), ("block", False), ("block", True), ("linear", True), ("ends", True), ("ends, head", False)],
@@ -207,6 +209,7 @@ def test_unsharded_gradients_and_their_buffers(wrap: str, kept: bool) -> None:
         assert found.most_held == (2 + 4) * found.report.params
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="this torch keeps one buffer"
 )

@@ -54,6 +54,7 @@ def compared() -> dict[str, dict]:
     return json.loads(_with_libraries("tests.low_bit_oracles", str(SEED)))
 
 
+@pytest.mark.drawn
 def test_block_formats_are_torchao_s_bit_for_bit(compared: dict) -> None:
     for kind, least in (("mx", 150_000), ("nvfp4", 50_000)):
         found = compared[kind]

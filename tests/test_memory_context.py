@@ -44,6 +44,7 @@ def held(attend, tensors: list[torch.Tensor]) -> tuple[int, int]:
     return forward.peak - kept, backward.peak - sum(x.nbytes for x in tensors)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_what_pytorch_s_ring_holds_while_it_runs(way: str, cp: int) -> None:
@@ -67,6 +68,7 @@ def test_what_the_ring_of_this_course_holds_while_it_runs(cp: int) -> None:
         assert found == own_temporaries(*sizes, cp)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "case",
     [

@@ -24,6 +24,7 @@ def timeline_of(case: Case):
     return memory_timeline(step=case.step, out_of_place=True, torch=torch.__version__, **case.settings())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "case",
     [

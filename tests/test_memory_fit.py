@@ -116,6 +116,7 @@ def test_more_sequences_and_tokens_never_need_less() -> None:
             assert small <= large, (seed, name, few, many)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", [TINY, GPT])
 @pytest.mark.parametrize("implementation", ["paper", "toy", "hf"])
 def test_no_larger_value_was_passed_over(model, implementation) -> None:
@@ -277,6 +278,7 @@ def test_every_change_fits_and_keeps_what_it_says(model, how) -> None:
     assert kinds == sorted(kinds, key=[SAME, "CPU memory", "other training"].index)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("number", [1, 5])
 def test_no_cheaper_change_was_passed_over(number) -> None:
     # Every combination of up to three settings, put together here in another way.

@@ -230,6 +230,7 @@ SPLIT = (
 )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
 def test_it_holds_what_the_calculator_says(case: Case) -> None:
     """Every moment is held to the bound, not the fullest one alone: which one that is depends on the sizes."""
@@ -404,6 +405,7 @@ def test_a_tracker_labels_gradients_when_a_parameter_has_them() -> None:
     assert seen[0][1] >= one > seen[1][1]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "case",
     [
@@ -448,6 +450,7 @@ def test_every_moment_of_backward_agrees_kind_by_kind(case: Case) -> None:
     assert compared >= case.model.num_layers // case.pp + 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("family", dict.fromkeys(case.family for case in FAMILIES))
 @pytest.mark.parametrize(
     "how",

@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_whole_step_on_real_tensors(case: Case) -> None:
     found, timeline = measure_case(case), memory_timeline(step=case.step, out_of_place=True, **case.settings())
@@ -134,6 +135,7 @@ def odd_sizes(seed: int) -> None:
         assert abs(ours - peak) <= slack + 0.01 * peak, (seed, way, case, ours, peak)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_against_pytorchs_tracker(precision: str, reshard: bool) -> None:

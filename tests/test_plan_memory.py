@@ -48,6 +48,7 @@ GRID = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("model", "gpus", "gpu", "framework"), GRID)
 def test_the_recommended_memory_is_the_peak_of_what_is_exported(
     model: str, gpus: int, gpu: str, framework: str

@@ -54,6 +54,7 @@ def drawn(dice: random.Random, family: str, attention: str, dropout: float, dtyp
     return Transformer(config, dropout=dropout, attention=attention).to(dtype)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("family", "attention", "dropout", "dtype"),
     [

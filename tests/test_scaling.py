@@ -269,6 +269,7 @@ def _paths(found, path=()):
 ODD = (None, -1, 0, math.nan, math.inf, 1e308, 10**40, "x", "", {}, [], [[[[]]]], {"a": {"b": 1}}, True, 2.5)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["one-1", "strong-2"])
 def test_a_record_of_other_types_is_refused_with_its_name_or_gives_finite_rows(report, name):
     path = report / "runs" / f"{name}.json"
