@@ -3,10 +3,12 @@
 # ruff: noqa: E731
 
 import copy
+import enum
 import math
 import os
 import random
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -147,6 +149,18 @@ def _remove_older(folder):
             shutil.rmtree(path)
 
 
+def _numbered(folder):
+    return [path for path in _whole_saves(folder) if path.name.isdigit()]
+
+
+def _link_newest(folder):
+    """Let a link, `latest`, lead to the newest checkpoint that is complete."""
+    dist.barrier()
+    if dist.get_rank() == 0 and (saves := _numbered(folder)):
+        Path(folder, "new").symlink_to(max(saves, key=lambda path: int(path.name)).name)
+        os.replace(Path(folder, "new"), Path(folder, "latest"))
+
+
 def _gathered(task, folder):
     """Rank 0 gathers all shards and writes one file."""
     (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
@@ -280,6 +294,8 @@ class keep_training:
     logs_the_sum_of_all_ranks = _with(logged=lambda loss: (dist.all_reduce(both := loss.detach().clone()), both)[1])
     rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
+    right_with_a_link_to_the_newest = _with(found=_numbered, before=_link_newest)
+
     def right(task, folder):
         """Second solution: one Stateful object, PyTorch's schedule, contiguous shares, and the save after the log."""
         (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
@@ -359,6 +375,8 @@ class keep_training:
 
 
 # Runs with a fault.
+
+_Part = enum.Enum("_Part", [(name, name) for name in rung11.PARTS], type=str)
 
 
 def _diagnosed(
@@ -495,7 +513,7 @@ class diagnose:
         dice = random.Random(f"run {run.seed}")
         return _known(run, dice.choice(rung11._FAULTS), dice.randint(4, 7), dice.randrange(2))
 
-    right_numpy = told(_diagnosed, lambda found: found and [np.int64(found[0]), found[1], tuple(found[2])])
+    right_numpy = told(_diagnosed, lambda found: found and [np.int64(found[0]), _Part(found[1]), tuple(found[2])])
 
     def right_in_one_go(run):
         """Second solution: a rank writes down all that it sees, and is compared when the run is over."""
@@ -542,6 +560,9 @@ class diagnose:
         dist.all_gather_object(told, first.get("at", (99, 0, "")))
         step, _, part = min(told)
         return None if step == 99 else (step, part, {r for r, each in enumerate(told) if each == min(told)})
+
+
+_Limit = enum.Enum("_Limit", [(name, name) for name in ("communication", "imbalance", "data", "compute")], type=str)
 
 
 def _observed(
@@ -620,6 +641,8 @@ class observe_scaling:
     lablib_splits_it = told(_observed, lambda found, ranks: found | {"split": scaling.split_step(ranks) and None})
     lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
+    right_as_a_member = told(_observed, lambda found: found | {"limit": _Limit(found["limit"])})
+
     def right_in_tensors(alone, ranks, scaling):
         """32-bit floats all the way, and each number an array of one."""
         keys = ("seconds", "data", "compute", "communication")
@@ -685,6 +708,15 @@ def _audit(report, *, peak="dense_peak", scores=12, padding=1):
     return mfu(), name
 
 
+_What = enum.Enum("_What", [(name, name) for name in ("honest", *rung11._MISTAKES)], type=str)
+
+
+@dataclass
+class _Audit:
+    mfu: float
+    what: _What
+
+
 class audit_mfu:
     in_percent = told(_audit, lambda found: (100 * found[0], found[1]))
     in_four_digits = told(_audit, lambda found: (round(found[0], 4), found[1]))
@@ -725,6 +757,8 @@ class audit_mfu:
             ratios[1.0] = "honest"
         found = min(ratios, key=lambda ratio: abs(math.log(ratio * right / report["mfu"])))
         return [np.float64(right), ratios[found]]
+
+    right_as_a_dataclass = told(_audit, lambda found: _Audit(found[0], _What(found[1])))
 
     def right_one_after_the_other(report):
         """Third solution: each suspicion is tested by itself, within a percent."""

@@ -40,6 +40,7 @@ from lablib.checks.judging import (
     close,
     numbers,
     on_ranks,
+    pair,
     recognize,
     refuse,
     whole,
@@ -54,6 +55,11 @@ __all__ = ["Task", "TrainingRun", "audit_mfu", "diagnose", "keep_training", "obs
 def _float(value: Any) -> float:
     """Return a number for a sentence; `float` alone refuses an array of one number."""
     return float(value.item() if hasattr(value, "item") else value)
+
+
+def _name(value: Any) -> str:
+    """Return a name as plain text, that of a member of a str Enum too."""
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def _is_written(answer: Callable[..., Any], *case: Any) -> None:
@@ -185,7 +191,7 @@ def _fresh(top: str, of: str = "") -> str:
     """Return a new folder, the same on every rank, with what another one holds: a machine that is slow asks again."""
     folder = from_rank_0(tempfile.mkdtemp(dir=top))
     if of and Path(of).is_dir() and dist.get_rank() == 0:
-        shutil.copytree(of, folder, dirs_exist_ok=True)
+        shutil.copytree(of, folder, symlinks=True, dirs_exist_ok=True)
     dist.barrier()
     return folder
 
@@ -248,11 +254,11 @@ def _off(losses: Mapping[int, float], right: Mapping[int, float]) -> int | None:
 )
 def keep_training(answer: Callable[[Task, str], Any]) -> str:
     """Judge `keep_training(task, folder)` by the losses of runs that are killed, and go on with other numbers of ranks."""
-    _is_written(answer, None, "")
     seed, every, count = NEW.randrange(10**6), NEW.choice((3, 4)), NEW.choice((30, 40, 45))
     noisy, plain = (Task(seed, 5 * every, every, count, dropout) for dropout in (0.2, 0.0))
     kill, bad = 4 * every + NEW.randint(1, every - 1), 3
     with tempfile.TemporaryDirectory(prefix="keep-") as top:
+        _is_written(answer, None, f"{top}/none")  # where it may write and remove
         first = on_ranks(_before_the_accidents, 2, answer, noisy, plain, kill, bad, top, patience=_PATIENCE)[0]
         right, models = _alone(plain)
         _judge_undisturbed(first, plain, right)
@@ -468,10 +474,10 @@ def _read_diagnosis(given: Any) -> tuple[int, str, list[int]] | None:
         return None
     told = "Return None for a healthy run, or (step, part, list of ranks)."
     found = by_name(list(given) if isinstance(given, tuple) else given, "step", "part", "ranks", otherwise=told)
-    if str(found["part"]) not in PARTS:
-        raise Wrong(f"The part is one of {', '.join(PARTS)}, and not {str(found['part'])[:40]!r}.")
+    if (part := _name(found["part"])) not in PARTS:
+        raise Wrong(f"The part is one of {', '.join(PARTS)}, and not {part[:40]!r}.")
     ranks = sorted({whole(rank, "A rank") for rank in numbers(found["ranks"], "Ranks")})
-    return whole(found["step"], "The step"), str(found["part"]), ranks
+    return whole(found["step"], "The step"), part, ranks
 
 
 def _judge_diagnosis(said: tuple[int, str, list[int]] | None, truth: tuple[int, str, list[int]] | None) -> None:
@@ -571,14 +577,9 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
     """Judge `audit_mfu(report)`, which returns the right MFU and what is the matter with the one in the report."""
     reports = _mfu_reports(seed) + _mfu_reports(None)[-12:]  # no table has the last twelve
     for mistake, report in reports:
-        returned = numbers(answer(dict(report)), "What is returned, the MFU and the name of the mistake,")
-        if len(returned) != 2:
-            raise Wrong(f"Return two things, the right MFU and the name of the mistake, and not {len(returned)}.")
-        got, said = returned[0], str(returned[1])
+        got, said = pair(answer(dict(report)), "Return two things, the right MFU and the name of the mistake.")
         claims = _claims(report)
-        case = ", ".join(
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in report.items()
-        )
+        case = ", ".join(f"{key}={x:g}" if isinstance(x, float) else f"{key}={x}" for key, x in report.items())
         mine = claims[NO_MISTAKE]
         if not close(got, mine):
             slips = [
@@ -596,7 +597,7 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
             (f"The MFU is tokens that are no padding, times 6N + 12Lhs, over the seconds times the dense peak of all GPUs: "
              f"{mine:.7f}, not {_float(got):.7f}", not close(got, mine)),
         )  # fmt: skip
-        if said not in (NO_MISTAKE, *_MISTAKES):
+        if (said := _name(said)) not in (NO_MISTAKE, *_MISTAKES):
             raise Wrong(f"The mistake is one of {', '.join(map(repr, (NO_MISTAKE, *_MISTAKES)))}, and not {said!r}.")
         if said != mistake:
             why = "This report is honest, and you say" if mistake == NO_MISTAKE else "You say"
@@ -608,7 +609,6 @@ def audit_mfu(answer: Callable[[dict[str, Any]], Any], seed: int = 2204) -> str:
 # --- what limits a run --------------------------------------------------------------------------------------
 
 _KEYS = ("speedup", "efficiency", "lost", "limit")
-
 _PARTS = ("communication", "imbalance", "data", "compute")
 
 _STEPS, _WARM_UP = 8, 3
@@ -658,7 +658,7 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
         more = " More than one per rank: something else kept the single rank busy, so run it again on a quiet machine."
     return (
         f"{len(cases)} timelines, and a job on {where}: speedup {_float(found['speedup']):.2f}, efficiency "
-        f"{_float(found['efficiency']):.0%}, limited by {found['limit']}.{more}"
+        f"{_float(found['efficiency']):.0%}, limited by {_name(found['limit'])}.{more}"
     )
 
 
@@ -669,7 +669,7 @@ def _rank(*, data: float, compute: float, communication: float = 0.0) -> Phases:
 def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scaling: str) -> None:
     if not isinstance(found, Mapping) or not set(found) >= set(_KEYS):
         raise Wrong(f"Return a dictionary with the keys {', '.join(_KEYS)}.")
-    lost, limit = found["lost"], str(found["limit"])
+    lost, limit = found["lost"], _name(found["limit"])
     if not isinstance(lost, Mapping) or not {*lost} >= {*_PARTS} or any(lost[key] for key in {*lost} - {*_PARTS}):
         raise Wrong(f"`lost` is a dictionary of seconds with the keys {', '.join(_PARTS)}.")
     loss, n = scaling_loss([[alone]], [list(ranks)], scaling=scaling), len(ranks)

@@ -1,8 +1,8 @@
 """Read the traces that torch.profiler writes, put all ranks on one clock, and say where each rank's time went.
 
-    traces = [parse(path) for path in paths]       # one file a rank, as `export_chrome_trace` writes it
-    events = merge(traces)                         # seconds from the first event of any rank
-    split(events)[0].communication                 # of rank 0, and no computation hides it
+    traces = [parse_trace(path) for path in paths]  # one file a rank, as `export_chrome_trace` writes it
+    events = merge_traces(traces)                   # seconds from the first event of any rank
+    split_time(events)[0].communication             # of rank 0, and no computation hides it
 
 A trace is a list of events with a start, a length and a thread or a stream. What counts:
 
@@ -78,7 +78,7 @@ def parse_trace(source: str | Path | dict[str, Any], rank: int | None = None) ->
     own = content.get("distributedInfo", {}).get("rank")
     number = own if rank is None else rank
     if number is None:
-        raise ValueError("the trace does not say its rank; pass parse(source, rank=...)")
+        raise ValueError("the trace does not say its rank; pass parse_trace(source, rank=...)")
     timed = [event for event in content["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     device = any(event.get("cat") in _ON_DEVICE for event in timed)
     events = []
