@@ -25,6 +25,7 @@ from lablib.launch import runs
 from lablib.launch.runs import describe_machine, gpu_report
 
 ROOT = Path(__file__).resolve().parents[1]
+STUB = "def train(*_):\n    raise NotImplementedError"
 
 
 def _notebook(path, *sources):
@@ -74,10 +75,32 @@ def test_what_python_allows_in_a_cell_is_an_answer(tmp_path):
         "x = " + "+".join(["1"] * 20_000),
     )
     assert _run(answer_source(path, "answer"), "answer")(9) == (False, "9")
-    _notebook(tmp_path / "05_b.ipynb", "def zero3_step(a, a):\n    return 1", "zero2_step = lambda *_: 1")
+    _notebook(
+        tmp_path / "05_b.ipynb",
+        "def zero3_step(a, a):\n    return 1",
+        "zero2_step = lambda *_: 1",
+        STUB,
+        "train: object = 1",
+    )
     told = {outcome.name: outcome for outcome in examine(tmp_path, rungs=["05"], every=True)}
     assert (told["zero3_step"].status, "duplicate argument" in told["zero3_step"].message) == ("wrong", True)
     assert "zero2_step is not, or not in the end, a `def` at the left edge" in told["zero2_step"].message
+    assert told["train"].message == "The last `def train` at the left edge of a cell of 05_b.ipynb is a stub."
+
+
+def test_an_answer_is_run_where_its_notebook_is_and_not_from_a_copy_of_it(tmp_path):
+    solution = (ROOT / "labs" / "solutions" / "rung05.py").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(solution)
+    (tmp_path / "four.txt").write_text("4")
+    _notebook(
+        tmp_path / "05_zero.ipynb",
+        "import mine\n\nasync def late():\n    return 4\n\nfour = await late()",
+        "with open('four.txt') as file:\n    same = int(file.read()) == four",
+        "def zero_tradeoffs(*job):\n    return mine.zero_tradeoffs(*job) if same else None",
+    )
+    _notebook(tmp_path / "05_zero-Copy1.ipynb", "def zero_tradeoffs(*_):\n    raise NotImplementedError")
+    (five,) = examine(tmp_path, rungs=["5"])
+    assert five.status == "passed", five.message
 
 
 def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
@@ -109,6 +132,7 @@ def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
         ["base = 4\ndef read():\n    return base\nsize = read()\nbase = 1"],
         ["base = 4\nclass Row:\n    all = [base for _ in range(1)]\nsize = Row.all[0]\nbase = 1"],
         ["abs = 4\nsize = abs\ndel abs"],
+        ["match [1, 4]:\n    case [_, *sizes]:\n        pass", "size = sizes[0]"],
     ],
 )
 def test_a_name_has_the_value_that_the_notebook_gives_it(tmp_path, cells):

@@ -12,6 +12,7 @@ Each answer is judged in a process of its own, so one that hangs or crashes cost
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import json
 import linecache
@@ -152,7 +153,8 @@ def examine(
 
 def own_lab(work: Path, rung: str) -> Path | None:
     """Return a learner's notebook of a rung, and no newer version that lies beside it; None if there is none."""
-    return next((path for path in sorted(work.glob(f"{rung}_*.ipynb")) if ".new" not in path.name), None)
+    found = [path for path in work.glob(f"{rung}_*.ipynb") if ".new" not in path.name]
+    return min(found, key=lambda path: (len(path.name), path.name), default=None)  # and not its -Copy1
 
 
 def exercises(rung: str) -> list[str]:
@@ -178,7 +180,7 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
     if source is None:
         return "not attempted", f"{name} is not, or not in the end, a `def` at the left edge of a cell of yours."
     if is_untouched(source, name):
-        return "not attempted", f"{name} in {notebook.name} is still a stub."
+        return "not attempted", f"The last `def {name}` at the left edge of a cell of {notebook.name} is a stub."
     try:
         verdict = in_process("judge", notebook, name, rung, timeout=timeout)
     except ValueError as error:
@@ -196,12 +198,13 @@ def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float)
     """
     with tempfile.TemporaryDirectory(prefix="answers-") as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "lablib.checks.answers", work, str(notebook), name, str(result), *more]
+        command = [sys.executable, "-m", "lablib.checks.answers", work, notebook.name, name, str(result), *more]
         said = Path(folder) / "said"
         with place(), said.open("wb") as errors:  # a turn is waited for before the clock starts
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
-                env=os.environ | {TURNS: ""}, preexec_fn=_bounded,
+                env=os.environ | {TURNS: ""}, cwd=notebook.parent,  # where a kernel of the notebook is
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_B, LARGEST_B)),  # it fills no disk
             )  # fmt: skip
             try:
                 process.wait(timeout)
@@ -215,11 +218,6 @@ def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float)
             last = (said.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"])[-1][:300]
             raise ValueError(f"Its process ended with code {process.returncode}: {last}")
         return json.loads(result.read_text(encoding="utf-8"))
-
-
-def _bounded() -> None:
-    """Let an answer fill no disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_B, LARGEST_B))
 
 
 def judge(notebook: Path, rung: str, name: str) -> Verdict:
@@ -238,7 +236,8 @@ def defined(notebook: Path, name: str) -> Callable[..., Any]:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     # As in a notebook: functions of `__main__` are sent to ranks by value.
     answers: dict[str, object] = {"__name__": "__main__", "display": print}
-    exec(compile(source, file, "exec"), answers)
+    if awaits := eval(compile(source, file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), answers):  # as a cell may
+        asyncio.run(awaits)
     main = vars(sys.modules["__main__"])
     main |= answers | main  # where pickle looks for its classes
     return answers[name]
@@ -297,7 +296,8 @@ def _defines(statement: ast.stmt) -> Iterator[str]:
             yield node.asname or node.name.split(".")[0]
         elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield re.match(r"\w*", ast.unparse(node))[0]  # `table[0] = 1` binds what table is
-        else:  # the k of `[k for k in x]` is its own
+        else:  # the k of `[k for k in x]` is its own, and `case [k, *more]` binds both
+            yield from (name for name in vars(node).values() if isinstance(node, ast.pattern) and isinstance(name, str))
             own = node.target if isinstance(node, ast.comprehension) else None
             nodes += [each for each in ast.iter_child_nodes(node) if each is not own]
 
