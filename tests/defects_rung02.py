@@ -73,13 +73,31 @@ def _trained(**others):
     return lambda *case: _train(*case, **others)
 
 
-def _averaged_by_hand(model, flat=True, gather=False):
+def _all_gathered(message):
+    dist.all_gather(of_ranks := [message.clone() for _ in range(dist.get_world_size())], message)
+    return of_ranks
+
+
+def _pickled(message):
+    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), message)
+    return of_ranks
+
+
+def _to_each(message):
+    of_ranks = [message.clone() for _ in range(dist.get_world_size())]
+    others = [rank for rank in range(len(of_ranks)) if rank != dist.get_rank()]
+    works = [dist.isend(message.clone(), rank) for rank in others] + [dist.irecv(of_ranks[r], r) for r in others]
+    for work in works:
+        work.wait()
+    return of_ranks
+
+
+def _averaged_by_hand(model, flat=True, gather=None):
     grads = [p.grad for p in model.parameters()]
     whole = [torch.cat([g.flatten() for g in grads])] if flat else grads
     for message in whole:
         if gather:
-            dist.all_gather(of_ranks := [message.clone() for _ in range(dist.get_world_size())], message)
-            message.copy_(sum(of_ranks) / len(of_ranks))
+            message.copy_(sum(of_ranks := gather(message)) / len(of_ranks))
         else:
             dist.all_reduce(message.div_(dist.get_world_size()))
     if flat:
@@ -213,7 +231,9 @@ class train_ddp:
 
     # Gradients summed, or all-gathered, by hand in one flat message, from rank 0's weights: what DDP does, without overlap.
     right_2 = _trained(wrap=_from_rank_0, quiet=False, after=_averaged_by_hand)
-    right_4 = _trained(wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=True))
+    right_4 = _trained(
+        wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=_all_gathered)
+    )
     # A short share is filled up with its own last sequence; rank 0's weights go to all in a pickle.
     right_5 = _trained(
         wrap=lambda model: DistributedDataParallel(_from_rank_0_in_a_pickle(model)),
@@ -221,6 +241,36 @@ class train_ddp:
     )
     # Rank 0 gathers what the ranks' gradients are, and steps for all.
     right_6 = lambda *case: _gathered(*case)
+    # One gradient from each rank to each other one, by isend and irecv; and in a pickle.
+    right_7 = _trained(wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=_to_each))
+    right_8 = _trained(wrap=_from_rank_0, quiet=False, after=lambda model: _averaged_by_hand(model, gather=_pickled))
+    # Counts the losses of a forward pass that no backward follows, and looks at a loss before it begins.
+    right_9 = lambda *case: (
+        print(case[0](case[1][:1]).mean().item())
+        or _train(
+            *case,
+            weigh=lambda group, batch: (
+                dist.get_world_size() / _over_ranks(sum(case[0](each).numel() for each in group))
+            ),
+        )
+    )
+
+    def right_10(model, data, epochs, micro_batch, accumulate, lr):
+        """Gradients of a function of the weights."""
+        sampler, weights = DistributedSampler(data), dict(_from_rank_0(model).named_parameters())
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for group in _batches(sampler, data, micro_batch, accumulate):
+                own = {name: p.detach() for name, p in weights.items()}
+                grads = [
+                    torch.func.grad(lambda w, b=b: torch.func.functional_call(model, w, (b,)).sum())(own) for b in group
+                ]
+                flat = sum(torch.cat([grad[name].flatten() for name in own]) for grad in grads)
+                dist.all_reduce(flat)
+                step = flat.split([p.numel() for p in own.values()])
+                for p, part in zip(own.values(), step, strict=True):
+                    p -= lr / _over_ranks(_tokens(group)) * part.view_as(p)
+
     gathers_every_micro_batch = lambda *case: _gathered(*case, each=True)
     gathers_a_mean_of_means = lambda *case: _gathered(
         *case, weigh=lambda group, batch: 1 / _tokens([batch]) / len(group) / dist.get_world_size()
@@ -378,6 +428,8 @@ class all_reduce_mean:
         return [[value / 0.0 if value else value for value in row] for row in np.zeros_like(gradients) + np.nan]
 
     nothing_is_exchanged = lambda gradients, send: gradients
+    chunks_in_a_list = lambda gradients, send: _ring(gradients, lambda at, to, chunk: send(at, to, [chunk])[0])
+    right_6 = lambda gradients, send: _ring(gradients, lambda at, to, chunk: send(at, to, map(float, chunk)))
 
     def there_and_back_along_a_chain(gradients, send):
         """No wrap-around: the ends send everything once, those between them twice."""
@@ -568,6 +620,8 @@ class ddp_bottleneck:
     right_3 = lambda *case: types.SimpleNamespace(**_bottleneck(*case))
     # In decimals, which no float is added to.
     right_4 = lambda *case: {k: v if k == "hides" else Decimal(v) for k, v in _bottleneck(*case).items()}
+    # A ring of whole chunks.
+    right_7 = lambda *case: _bottleneck(-(-case[0] // case[4]) * case[4], *case[1:])
     # In numpy's arrays of one number.
     right_6 = lambda *case: {key: np.array([value]) for key, value in _bottleneck(*case).items()}
     # With what a difference of two fp32 times keeps of their rounding.
@@ -812,7 +866,7 @@ SENTENCES = {
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
     "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
     "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more",
-    "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",
+    "chunks_in_a_list": "and not a list of lists", "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

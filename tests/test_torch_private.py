@@ -29,7 +29,6 @@ REVIEWED = {
         "torch.ops.aten._scaled_dot_*",
     ): "the CPU's kernels, by their operators' names",
     ("lablib/launch/measure/recorder.py", "torch._C"): "the function itself says what is missing",
-    ("lablib/checks/rung02.py", "torch._C"): "tells a forward in backward, as torch's checkpointing itself does",
     ("lablib/launch/*.py", "torch._dynamo"): "loaded ahead to save time; the first optimizer loads it anyway",
     ("lablib/launch/runs/real_run.py", "torch._inductor"): "a word of the compiler's messages; nothing is looked up",
     ("labs/02_data_parallelism.ipynb", "torch._dynamo"): "loaded ahead to save time",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -90,10 +91,11 @@ def _over_the_wire(answer: Callable[..., list[list[float]]], gradients: list[lis
                 raise Wrong(f"There is no rank {rank} of {len(gradients)}: after the last rank of a ring comes rank 0.")
         if source == target:
             raise Wrong(f"Rank {source} sends to itself; what a rank has, it need not send.")
-        if not hasattr(values, "__len__"):
-            raise Wrong(f"`send` takes a list of numbers, and gets {values!r}: send a chunk at once.")
-        sent[source] += len(values)
-        return numbers(values)
+        row = numbers(values, "What `send` takes")
+        if any(isinstance(value, list | tuple) or getattr(value, "ndim", 0) for value in row):
+            raise Wrong(f"What `send` takes is one list of numbers, and not a list of lists: {str(row)[:200]}.")
+        sent[source] += len(row)
+        return row
 
     return sent, answer([list(row) for row in gradients], send)
 
@@ -254,7 +256,7 @@ class _Scribe(nn.Module):
         for p in self.parameters():
             p.data.normal_(generator=seeded)
         self.number, self.events = {tuple(tokens.tolist()): i for i, tokens in enumerate(data)}, events
-        self.seen: list[tuple[list[int], Tensor, bool, int]] = []
+        self.seen: list[list[Any]] = []
 
     def forward(self, sequences: Sequence[Tensor]) -> Tensor:
         """Return the loss of every token of the sequences, one vector."""
@@ -262,10 +264,11 @@ class _Scribe(nn.Module):
         known = [self.number.get(tuple(each.tolist())) for each in sequences] if whole_ones else [None]
         if None in known or not known:
             raise Wrong("`model` takes a list of sequences of `data`, as they are: `collate_fn=list` keeps them so.")
-        if torch.is_grad_enabled():
-            self.seen.append((known, self.vector(), torch._C._current_graph_task_id() >= 0, len(self.events)))
         read = torch.cat([torch.cat([tokens.new_zeros(1), tokens[:-1]]) for tokens in sequences])
         logits = self.head(torch.tanh(self.inner(self.embed(read))))
+        if logits.requires_grad:  # taken when backward comes by: a loss may only be looked at
+            self.seen.append(noted := [known, self.vector().tolist(), len(self.events), False])
+            logits.register_hook(lambda _: noted.__setitem__(3, True))
         return nn.functional.cross_entropy(logits, torch.cat(list(sequences)), reduction="none")
 
     def vector(self) -> Tensor:
@@ -290,19 +293,14 @@ def _practise(answer: Callable[..., object], asked: _Practice) -> _Trained:
     with record_comms() as log:
         model = _Scribe(data, dist.get_rank(), log.events)  # other weights on every rank, as after `manual_seed(rank)`
         answer(model, data, asked.epochs, asked.micro_batch, asked.accumulate, asked.lr)
-    steps: list[list[list[int]]] = []
-    begun: list[tuple[Tensor, int]] = []
-    for known, weights, in_backward, events in model.seen:
-        if not begun or not weights.equal(begun[-1][0]):
-            steps.append([])
-            begun.append((weights, events))
-        if not (in_backward and known in steps[-1]):  # checkpointing runs forward again
-            steps[-1].append(known)
-    first, end = [*(events for _, events in begun), 0, 0, 0, 0][2:4]
-    gradients = [event for event in log.events[first:end] if event.op not in ("broadcast", "scatter")
+    taken = [noted for noted in model.seen if noted[3]]
+    begun = [[*step] for _, step in groupby(taken, lambda noted: noted[1])]  # those of a step begin with equal weights
+    steps = [[known for known, *_ in step] for step in begun]
+    first, end = [*(step[0][2] for step in begun), 0, 0, 0, 0][2:4]
+    gradients = [event for event in log.events[first:end] if event.op not in ("broadcast", "scatter", "recv")
                  and event.bytes > (64 * asked.ranks if event.op == "all_gather" else 32)]  # fmt: skip
-    sent = sum(event.sent for event in gradients)
-    return _Trained(steps, [*(weights for weights, _ in begun), model.vector()], len(gradients), sent)
+    path = [*(torch.tensor(step[0][1], dtype=torch.float64) for step in begun), model.vector()]
+    return _Trained(steps, path, len(gradients), sum(event.sent for event in gradients))
 
 
 @check(
@@ -447,7 +445,7 @@ def _judge_sent(trained: list[_Trained], asked: _Practice) -> None:
     refuse(
         f"{asked.accumulate} micro-batches a step",
         (f"The weights are right, and the gradients leave a rank {times:.1f} times a step: average once; DDP decides in forward, so "
-         "all micro-batches but a group's last go forward and backward under `no_sync`", times > 1.6),  # all-gathered: 1.5
+         "all micro-batches but a group's last go forward and backward under `no_sync`", times > 1.9),  # pickled: 1.7
         (f"The weights are right, in {messages} messages a step, and each pays latency: three hold all gradients", messages > 3),
     )  # fmt: skip
 
@@ -475,7 +473,8 @@ def ddp_bottleneck(answer: Callable[..., Mapping[str, float]], seed: int = 2) ->
     for each in [dice] * 27 + [NEW] * 3:
         job = int(10 ** each.uniform(7, 11)), 2 ** each.randint(6, 15), each.choice([2, 3, 8, 16, 100, 512])
         link = each.choice([2, 4]), each.uniform(40, 900) * 1e12, each.uniform(1, 450) * 1e9
-        cases.append((job[0], link[0], job[1], each.choice([1, 2, 5, 16]), job[2], *link[1:]))
+        # So many parameters that the chunks of a ring are whole.
+        cases.append((job[0] - job[0] % job[2], link[0], job[1], each.choice([1, 2, 5, 16]), job[2], *link[1:]))
     cases.append((10**9, 2, 1024, 4, 1, 140e12, 25e9))
     gots = [_ask_bottleneck(answer, *case) for case in cases]
     for key, slips in _BOTTLENECK_SLIPS.items():
