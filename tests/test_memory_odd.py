@@ -139,6 +139,7 @@ def test_what_no_oracle_has_counted_is_marked() -> None:
     assert unproven(run_config("gpt2", **toy)) == ()
     assert unproven(run_config("gpt2", dp=2, **toy)) == ("pp",)
     assert unproven(run_config("gpt2", implementation="hf", pp=2)) == ("pp",)
+    assert unproven(run_config("gpt2", schedule="gpipe", dropout=0.1, **toy)) == ("gpipe", "dropout")
     every = run_config(
         "mixtral-8x7b", optimizer="adamw-8bit", tuning="qlora", offload="optimizer", dp=2, ep=4, cp=2, zero=1
     )

@@ -127,7 +127,7 @@ class RunConfig:
     imbalance: float = _setting(
         1.0, "Tokens that the fullest expert-parallel rank gets, over the average; with ep above 1."
     )
-    dropout: float | None = _setting(None, "Dropout probability; default: as published.")
+    dropout: float | None = _setting(None, "Dropout probability; default: 0, with paper as published.")
     offload: str = _setting(
         "none",
         "On the CPU: none, optimizer (master weights and moments), gradients (them too, ZeRO-Offload) or parameters "

@@ -26,8 +26,8 @@ RESERVE = 5 * GiB // 2
 UNPROVEN_SHARE = 0.031
 
 MEANING = (
-    "unproven: no configuration of the memory table and no published peak has it, so nothing that was counted stands "
-    f"beside the formula. Published peaks were up to {UNPROVEN_SHARE:.1%} above their counts."
+    "unproven: no peak of the memory table and no published one has it. "
+    f"Published peaks were up to {UNPROVEN_SHARE:.1%} above their counts."
 )
 
 
@@ -44,7 +44,8 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
         "ep": run.ep > 1 and not published,
         "tp with pp": run.tp > 1 and run.pp > 1,
         "pp": run.pp > 1 and not published and (run.dp * run.cp > 1 or run.implementation != "toy"),
-        "interleaved": run.schedule == "interleaved",
+        run.schedule: run.schedule != "1f1b",
+        "dropout": bool(run.dropout),
     }
     return tuple(name for name, so in named.items() if so)
 
