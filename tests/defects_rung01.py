@@ -67,6 +67,14 @@ class bytes_per_parameter:
     with_fp32_gradients = told(right, lambda size, gradients, master: size + 4 * (master and "fp32" not in gradients))
     with_the_roots_of_the_step = told(right, lambda size, optimizer: size + 4 * ("adamw" in optimizer))
 
+    with_roots_of_momentum_too = told(right, lambda size, optimizer: size + 4 * (optimizer != "sgd"))
+    with_an_fp32_copy_of_fp16_gradients = told(right, lambda size, gradients: size + 4 * ("fp16" in gradients))
+    with_two_bytes_more = told(right, lambda size: size + 2)
+    first_gradient_or_master_copy = told(right, lambda size, gradients, master: size - BYTES[gradients[0]] * master)
+    one_fp32_gradient = asked(right, gradients=["fp32"])
+    master_copy_of_16_bit_weights = asked(right, master=lambda weights: weights != "fp32")
+    weights_twice = told(right, lambda size, weights: size + BYTES[weights])
+
     def without_the_idea_lablib_adds_up(weights, gradients, master, optimizer):
         sizes = [BYTES[dtype] for dtype in gradients]
         held = {"weights": BYTES[weights], "gradients": sizes[0], "accumulation": sum(sizes[1:]), "master": 4 * master}
@@ -508,6 +516,9 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, train_within, find_surpl
 
 #: What the sentence about a defect must say.
 SENTENCES = {
+    "master_copy_of_16_bit_weights": "Where there is no master copy it costs 0",
+    **dict.fromkeys(("with_roots_of_momentum_too", "with_an_fp32_copy_of_fp16_gradients", "with_two_bytes_more",
+                     "first_gradient_or_master_copy", "one_fp32_gradient", "weights_twice"), "This mistake is not one"),
     "other_betas": "Leave betas", "run_with_fp32_gradients_in_the_optimizer": "not 12 in all",
     "with_an_fp32_sum": "lets them go", "with_six_for_a_master_copy": "A master copy is fp32", "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
     "run_with_a_buffer_of_gradients": "Megatron's buffer", "run_that_keeps_logits_in_both_dtypes": "no bf16 value",
@@ -525,7 +536,7 @@ SENTENCES = {
     "without_the_idea_held_alone": "read the peak of each part", "without_the_idea_of_another_rank": "Both ranks accuse",
     "every_job_is_well": "", "the_first_rank_is_ill": "accused", "never_grows": "more and more", "always_grows": "does not grow",
     "counts_steps_from_one": "has the number 0", "names_the_last_step": "not from 5.", "where_it_was_made": "alive until backward anyway",
-    "forgot_the_master_copy_and_the_scales": "An fp32 master copy costs 4 bytes",
+    "forgot_the_master_copy_and_the_scales": "This mistake is not one",
     "run_with_heads_that_fill_the_hidden_size": "it is not hidden // heads",
     "run_always_eager": "whose loss it is", "run_always_megatron": "at the loss a logit has 12",
     "run_with_logits_in_both_dtypes": "two gradients, all in fp32", "run_without_the_gradient_of_logits": "stands beside what",
@@ -538,11 +549,11 @@ SENTENCES = {
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
     "with_the_roots_of_the_step": "roots that AdamW's step makes",
-    "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "There is another mistake beside it",
+    "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "This mistake is not one",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
     "run_always_adamw": "not 12 in all", "gradients_always_fp32": "not always 4 bytes",
     "weights_always_bf16": "is not always 2 bytes", "weights_always_fp32": "A weight has its own dtype, and is not always 4",
-    "forgot_the_weights": "beside a master copy too", "forgot_the_moments": "AdamW keeps two fp32 moments", "forgot_the_moments_of_adamw": "AdamW keeps two fp32 moments, 8 bytes",
+    "forgot_the_weights": "beside a master copy too", "forgot_the_moments": "by every optimizer but plain SGD", "forgot_the_moments_of_adamw": "AdamW keeps two fp32 moments, 8 bytes",
     "with_a_master_copy_of_two": "A master copy is fp32", "an_optimizer_of_its_own": "`adamw` begins 0 steps", "a_model_in_bf16": "in fp32",
     "run_that_drops_activations": "not one that the check knows", "always_sixteen": "the same in every case",
     "run_with_16_bit_moments": "and 4 of this optimizer's fp32 moments, not 6",
