@@ -80,7 +80,7 @@ GOALS = (
     Goal("09", "Activation checkpointing",
          "You can explain when to use gradient checkpointing.", ("choose",)),
     Goal("10", "Communication",
-         "You can explain ring all-reduce and why bandwidth (not latency) matters most for it.",
+         "You can explain ring all-reduce and why bandwidth (not latency) matters most for it, and when that stops being true.",
          ("ring_all_reduce", "fast_all_reduce", "make_hook")),
     Goal("11", "A real FSDP run",
          "You have run a multi-GPU job and observed scaling behavior.", ("observe_scaling",), rented=True),
