@@ -158,6 +158,26 @@ class _Off(torch.autograd.Function):
         return x.grad, None
 
 
+class _Twice(_Off):
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        (found,) = torch.autograd.grad(y, x, gradient)
+        y.backward(gradient)
+        return found, None
+
+
+class _CopyNeedsNone(_Off):
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return torch.autograd.grad(y, [x, *ctx.block.parameters()], gradient)[0], None
+
+
 class _OneGradient(_Off):
     @staticmethod
     def backward(ctx, gradient):
@@ -201,6 +221,8 @@ class checkpoint:
         return CheckpointFunction.apply(x, block).view_as(x)
 
     gradients_off_in_backward = lambda block, x: _Off.apply(x, block)
+    two_passes_through_the_replay = lambda block, x: _Twice.apply(x, block)
+    the_replays_input_needs_no_gradient = lambda block, x: _CopyNeedsNone.apply(x, block)
     one_gradient_for_two_arguments = lambda block, x: _OneGradient.apply(x, block)
     of_pytorch = lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
     of_the_course = lambda block, x: course.checkpoint(block, x)
@@ -240,6 +262,8 @@ class checkpoint:
 # Printed beforehand.
 _LIMITS = {98304, 153345, 156075, 179730, 208517, 228145, 242503, 245118, 257801, 267793, 269426, 345600, 370176}
 PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
+_OTHERS = "tanh", "_softmax", "native_dropout", "native_layer_norm", "_to_copy"
+_SAVED = [getattr(torch.ops.aten, name).default for name in _OTHERS]
 
 
 def _saving(order, *, products=PRODUCTS, also=(), group=1, inputs=True, fork=True, **how):
@@ -299,6 +323,11 @@ class keep_within:
     random_numbers_of_the_trial_gone = _saving(_by_price, fork=False)
     inputs_of_blocks_forgotten = _saving(_by_price, inputs=False)
     input_of_the_model_counted = lambda model, x, limit: _saving(_by_price)(model, x, limit - x.nbytes)
+    # All within the limit, and no product.
+    norms_saved_alone = lambda model, x, limit: _saving(
+        _by_price, products=(), also=[torch.ops.aten.native_layer_norm.default] * (limit > 200_000)
+    )(model, x, limit)
+    saved_by_all_checkpoints = lambda model, x, limit: _saving(_by_price, also=_SAVED)(model, x, 1 << 40)
     activations_saved_too = _saving(_by_price, also=[torch.ops.aten.tanh.default])
     without_the_idea_first_come = _saving(lambda number, inner, size: number)
     without_the_idea_last_come = _saving(lambda number, inner, size: -number)
@@ -548,8 +577,12 @@ DEFECTS, SECOND_SOLUTIONS = listed(checkpoint, keep_within, choose, faulty_part)
 
 SENTENCES = {
     "gradients_of_before_lost": "backward adds to `.grad`",
-    "without_checkpoints": "nothing runs again: wrap the blocks",
-    "nothing_is_saved": "FLOPs of the products run again; with the bytes that are left",
+    "two_passes_through_the_replay": "Backward went twice through one graph",
+    "the_replays_input_needs_no_gradient": "a detached copy needs no gradient",
+    "without_checkpoints": "no product runs again. Put a checkpoint around each block",
+    "saved_by_all_checkpoints": "with a policy that does not save all",
+    "nothing_is_saved": "FLOPs of the products run again, where",
+    "norms_saved_alone": "FLOPs of the products run again, where",
     "everything_is_saved": "and so does each output that you save",
     "one_checkpoint_around_all": "give each block one of its own",
     "two_blocks_in_a_checkpoint": "give each block one of its own",

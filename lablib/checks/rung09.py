@@ -122,9 +122,9 @@ def _backward(loss: Tensor) -> None:
 
 #: What autograd says to a backward that cannot work, and what is behind it.
 _REFUSED = {
-    "backward through the graph a second time": "The replay's backward went on past the block, through the graph that "
-    "made its input. Start the replay from a detached copy of the input that needs a gradient, and stop there.",
-    "does not require grad": "The replay left no graph to go back through: inside backward autograd is off. Run the block, and "
+    "backward through the graph a second time": "Backward went twice through one graph: the replay's, or that which made "
+    "its input. Start the replay from a detached copy of the input that needs a gradient, and go through it once.",
+    "does not require grad": "Inside backward autograd is off, and a detached copy needs no gradient. Run the block, and "
     "all that you do with its output before backward, under torch.enable_grad(), on an input that needs a gradient.",
     "incorrect number of gradients": "Backward returns one value for every argument of forward, and None for those that "
     "are no tensors, such as the block.",
@@ -327,7 +327,8 @@ def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) ->
         f"limit {limit:,} bytes, of {plain['kept']:,} without checkpoints",
         ("Return what the model returns; if a trial run drew random numbers, give them back first",
          not _same(got["value"], plain["value"])),
-        (f"{got['kept']:,} bytes are alive when forward has ended, and nothing runs again: wrap the blocks in checkpoints",
+        (f"{got['kept']:,} bytes are alive when forward has ended, and no product runs again. Put a checkpoint around each block, "
+         "with a policy that does not save all",
          limit < got["kept"] > 0.95 * plain["kept"] and not again),
         (f"{got['kept']:,} bytes are alive when forward has ended: the inputs of blocks count too, and so does each output "
          "that you save", got["kept"] > limit),
@@ -336,8 +337,7 @@ def _judge_within(got: dict, plain: dict, each: dict, limit: int, least: int) ->
         (f"{got['kept']:,} bytes are alive and {again:,} FLOPs run again, where checkpoints of single blocks keep "
          f"{each['kept']:,} or more and repeat {least:,} or more: give each block one of its own",
          again < 0.98 * least or got["kept"] < 0.98 * each["kept"]),
-        (f"All {again:,} FLOPs of the products run again; with the bytes that are left, outputs can be kept",
-         again == every and again > most),
+        (f"All {again:,} FLOPs of the products run again, where {least:,} would do", again == every and again > most),
         (f"{again:,} FLOPs run again, {least:,} would do, and {limit - got['kept']:,} bytes are left",
          again > most and (used < 0.7 * (limit - each["kept"]) or again < _least_again(plain["forward"], used) + 0.02 * every)),
         (f"{limit - got['kept']:,} bytes are left, and {again:,} FLOPs run again where {least:,} would do: of two outputs of as "
