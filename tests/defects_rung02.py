@@ -841,7 +841,7 @@ SENTENCES = {
     "without_the_idea_where_the_bottleneck_is": "`hides` says whether", "without_the_idea_what_hides_it": "only this one can hide",
     "without_the_idea_of_overlap": "as if nothing overlapped", "all_or_nothing": "All or nothing",
     "a_share_of_the_communication": "not a share", "gradients_always_fp32": "and not 4",
-    "two_mistakes": "There is another mistake beside it",
+    "two_mistakes": "not one that the check knows",
     "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
     "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",

@@ -308,7 +308,7 @@ def test_what_a_judge_walks_through_is_guarded_too():
 SLIPS = [
     ("Twice is not thrice", lambda x, y: 3 * x + y),
     ("The second counts once", lambda x, y: 2 * x + (2 * y if y > 4 else y)),
-    ("Nothing is negative", lambda x, y: -(2 * x + y)),
+    ("A half is not rounded", lambda x, y: (2 * x + y) * (1 + 4e-5)),
 ]
 
 
@@ -316,11 +316,13 @@ SLIPS = [
     ("answer", "said"),
     [
         (SLIPS[0][1], "Twice is not thrice (2 and 5). This explains all 4 wrong answers, as another mistake might."),
-        # Two at once, which add up or multiply: the larger is named in a case in which it acts.
-        (lambda x, y: 3 * x + (2 * y if y > 4 else y), "Twice is not thrice (2 and 5). There is another mistake"),
-        (lambda x, y: -SLIPS[0][1](x, y) * 1.0, "Nothing is negative"),
-        # With something unknown beside it.
-        (lambda x, y: 3 * x + y if x < 9 else 7, "Twice is not thrice (2 and 5). This explains 3 of 4 wrong answers."),
+        # What explains a part, two at once, and a slip that is as good as right where the answer is off by little.
+        (
+            lambda x, y: 3 * x + (2 * y if y > 4 else y),
+            "not one that the check knows. The smallest wrong case: 2 and 5",
+        ),
+        (lambda x, y: 3 * x + y if x < 9 else 7, "not one that the check knows. The smallest wrong case: 2 and 5"),
+        (lambda x, y: (2 * x + y) * (1 + 1e-5), "not one that the check knows. The smallest wrong case: 2 and 5"),
         (lambda x, y: 17, "The answer is the same in every case"),
         (
             lambda x, y: x * y,
@@ -328,7 +330,7 @@ SLIPS = [
         ),
     ],
 )
-def test_a_table_names_the_mistake_and_the_larger_of_two(answer, said):
+def test_a_table_names_what_explains_all_wrong_answers(answer, said):
     cases = [(2, 5), (3, 4), (4, 4), (10, 7)]
     with pytest.raises(Wrong) as wrong:
         compare(answer, cases, lambda x, y: 2 * x + y, SLIPS, "{0} and {1}")

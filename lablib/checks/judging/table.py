@@ -6,9 +6,8 @@ check; another that gives the same answers cannot be told from it, and the verdi
 1. the mistake that gives the answer in every case, right cases too, to the digit;
 2. the one that gives it in every case that is wrong, to the digit, then to four digits;
 3. none, because the answer is the same in every case;
-4. two or three at once, where their errors add up or multiply: the largest is named, and that there is another;
-5. the one that explains most of the wrong cases, if these are two or more, and half of them, and how many these are;
-6. none: the smallest wrong case is shown.
+4. none: the smallest wrong case is shown. A mistake that explains a part of the wrong cases is not shown to be the cause,
+   nor are two whose errors add up.
 
 `refuse` is for what one answer shows by itself: the sentence of the first sign that is there.
 `recognize` is for one value: the sentence of the first mistake that gives it.
@@ -18,13 +17,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
-from math import prod
 from numbers import Number
 from typing import Any, NamedTuple, NoReturn
 
 from lablib.checks.judging.guard import Wrong
-from lablib.checks.judging.values import as_float, close
+from lablib.checks.judging.values import close
 
 #: A sentence without its full stop, and what who makes this mistake answers to a case.
 Slip = tuple[str, Callable[..., Any]]
@@ -86,18 +83,15 @@ def name_the_mistake(
     rows, wrong = [Row(*row) for row in rows], [Row(*row) for row in wrong]
     for explained, rel in ((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)):
         for sentence, mistaken in slips:
-            if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained):
+            # To four digits a slip may be the truth, and explains nothing then.
+            apart = (not alike(row.truth, mistaken(*row.case), rel=rel) for row in wrong)
+            if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained) and all(apart):
                 counted = f"all {len(wrong)} wrong answers" if len(wrong) > 1 else "the wrong answer"
                 raise Wrong(
                     f"{sentence} ({describe(*wrong[0].case)}). This explains {counted}, as another mistake might."
                 )
     if len(rows) > 1 and all(alike(row.given, rows[0].given) for row in rows):
         raise Wrong(f"The answer is the same in every case, and depends on what is asked ({describe(*wrong[0].case)}).")
-    if found := _several_at_once(wrong, slips):
-        raise Wrong(f"{found[0]} ({describe(*found[1].case)}). There is another mistake beside it.")
-    if most := _most_of_them(wrong, slips):
-        sentence, row, count = most
-        raise Wrong(f"{sentence} ({describe(*row.case)}). This explains {count} of {len(wrong)} wrong answers.")
     row = min(wrong, key=lambda row: row.truth) if isinstance(wrong[0].truth, Number) else wrong[0]
     if unknown is not None:
         raise Wrong(f"{unknown(row)} ({describe(*row.case)}).")
@@ -139,46 +133,6 @@ def alike(given: Any, truth: Any, *, rel: float = 1e-6) -> bool:
     if isinstance(truth, Number) and not isinstance(truth, bool):
         return close(given, truth, rel=rel)  # type: ignore[arg-type]
     return bool(given == truth)
-
-
-def _several_at_once(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row] | None:
-    """Return the largest of two or three mistakes whose errors together are the error of every wrong case."""
-    if not all(isinstance(row.truth, Number) and row.truth for row in wrong):
-        return None
-    ratios = [[mistaken(*row.case) / row.truth for row in wrong] for _, mistaken in slips]
-    given = [as_float(row.given) / row.truth for row in wrong]
-
-    def together(chosen: tuple[int, ...]) -> bool:
-        """Say whether these errors add up to, or multiply to, what was answered."""
-        columns = list(zip(given, *(ratios[i] for i in chosen), strict=True))
-        return all(_near(own, 1 + sum(r - 1 for r in each)) for own, *each in columns) or all(
-            _near(own, prod(each)) for own, *each in columns
-        )
-
-    for count in (2, 3):
-        for chosen in combinations(range(len(slips)), count):
-            if together(chosen):
-                largest = max(chosen, key=lambda i: sum(abs(ratio - 1) for ratio in ratios[i]))
-                row = next((row for row, r in zip(wrong, ratios[largest], strict=True) if not _near(r, 1)), wrong[0])
-                return slips[largest][0], row
-    return None
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * max(abs(b), 1e-3)
-
-
-def _most_of_them(wrong: Sequence[Row], slips: Sequence[Slip]) -> tuple[str, Row, int] | None:
-    """Return the mistake that explains most of the wrong cases, the first of these, and their number."""
-    best: tuple[str, list[Row]] = ("", [])
-    for sentence, mistaken in slips:
-        given = [(row, mistaken(*row.case)) for row in wrong]
-        explained = [row for row, value in given if alike(row.given, value, rel=1e-9)]
-        if len(explained) > len(best[1]):
-            best = sentence, explained
-    if len(best[1]) < max(2, len(wrong) / 2):
-        return None
-    return best[0], best[1][0], len(best[1])
 
 
 def _short(value: Any) -> str:
