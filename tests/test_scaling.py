@@ -306,6 +306,9 @@ def test_two_reports_are_compared_with_what_is_not_the_same(report, tmp_path):
     assert row["ratio"] == pytest.approx(1.1)
     assert row["apart"]
     assert report_differences(report, other.folder) == ["config.seq: 64 and 128"]
+    first = other.folder / "runs" / "one-1.json"
+    first.write_text(json.dumps(json.loads(first.read_text()) | {"topology": {"matrix": "GPU0 NV18"}}))
+    assert report_differences(report, other.folder)[1].startswith("links: ")
     result = CliRunner().invoke(app, ["compare", str(report), str(other.folder)])
     assert "1.100  differs" in result.output
     assert "config.seq: 64 and 128" in result.output

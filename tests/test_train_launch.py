@@ -378,3 +378,10 @@ def test_a_fresh_run_refuses_a_folder_with_checkpoints_before_it_trains(tmp_path
     args = script["arguments"](["--folder", str(tmp_path), *SMALL, "--save-every", "2", "--fresh"])
     with pytest.raises(ValueError, match="has checkpoints of an earlier run; give another folder"):
         script["train"](args)
+
+
+def test_an_end_is_logged_after_the_last_save(tmp_path: Path) -> None:
+    script = runpy.run_path(str(SCRIPTS / "train_fsdp.py"))
+    args = script["arguments"](["--folder", str(tmp_path), *SMALL, "--save-every", "2"])
+    names = [type(callback).__name__ for callback in script["callbacks"](args)]
+    assert names.index("SaveEvery") < names.index("LogEvents")

@@ -76,12 +76,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def callbacks(args: argparse.Namespace) -> list[Callback]:
     """Return what the run does besides training."""
-    chosen: list[Callback] = [PrintSteps(args.print_every), LogEvents()]
+    chosen: list[Callback] = [PrintSteps(args.print_every)]
     if args.validate_every:
         chosen.append(Validate(args.validate_every))
     if args.save_every:
         chosen += [SaveEvery(args.save_every), StopOnSignal()]
-    return chosen
+    return [*chosen, LogEvents()]
 
 
 def train(args: argparse.Namespace) -> int:

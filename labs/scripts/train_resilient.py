@@ -44,10 +44,11 @@ def main() -> int:
         config = TrainConfig(folder=options.folder, **options.config)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    callbacks = [LogEvents(), SaveEvery(options.save_every), StopOnSignal()]
+    callbacks = [SaveEvery(options.save_every), StopOnSignal()]
     if options.kill:
         rank, step = options.kill
         callbacks.append(KillOnce(rank, step, f"{options.folder}/killed"))
+    callbacks.append(LogEvents())
     with launched_ranks():
         trainer = Trainer(config, callbacks)
         for sentence in resume(trainer):

@@ -339,6 +339,8 @@ def report_differences(a: str | Path, b: str | Path) -> list[str]:
         for key in sorted(set(one) | set(two)):
             if one.get(key) != two.get(key) and key not in ("config.folder", "sharding"):
                 lines.append(f"{key}: {one.get(key)} and {two.get(key)}")
+    if first.get("topology") != second.get("topology"):
+        lines.append("links: `nvidia-smi topo -m`, or which GPUs reach each other")
     if first["commit"] != second["commit"]:
         lines.append(f"commit: {first['commit'][:10]} and {second['commit'][:10]}")
     return lines

@@ -314,7 +314,10 @@ class KillOnce(Callback):
 
 
 class LogEvents(Callback):
-    """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end."""
+    """Writes what happens to a run, rank by rank, to `lablib.launch.records.logs`: start, checkpoints, end.
+
+    Give it last: an end is then logged once the others are through, `SaveEvery` with the last save, and not if one failed.
+    """
 
     def on_start(self, trainer: Trainer) -> None:
         """Log process, host, attempt and the step that the run starts from."""
@@ -366,7 +369,7 @@ def _newest_undamaged(folder: Path) -> tuple[Path | None, list[str]]:
         try:
             verify_checkpoint(path)
         except ValueError as error:
-            sentences.append(str(error).replace("; use an older one", "; the one before it is used"))
+            sentences.append(str(error).removesuffix("; use an older one"))
         else:
             return path, sentences
     return None, sentences
