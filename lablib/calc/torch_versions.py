@@ -112,7 +112,7 @@ DIFFERENCES = (
         "tracker_skips_dtensor_shapes",
         "PyTorch's memory trackers, where a DTensor asks for shapes with fake tensors",
         "2.13",
-        (False, "count them as memory; `lablib` leaves them out"),
+        (False, "count them as memory"),
         (True, "leave them out"),
         "https://github.com/pytorch/pytorch/pull/183970",
     ),
