@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lablib.calc.parallel import least_sent, zero_choices, zero_sent_bytes
@@ -447,6 +447,47 @@ class train:
     logs_its_loss = _trains(stage=lambda *_: 3, part=lambda loss, m: dist.all_reduce(loss.detach() * 1) or loss / m)
     reduces_nothing = _trains(sync=lambda last, stage: stage > 1)
 
+    def gathers_all_ahead(model, *job):
+        """Releases each block after its use, and has asked for all of them before."""
+
+        def release(last, stage):
+            for block in model if stage == 3 else ():
+                block.unshard(async_op=True)
+            return last or stage == 3
+
+        _train(model, *job, release=release)
+
+    def gathers_all_ahead_of_backward(model, *job):
+        def units(model, stage):
+            yield from model
+            if stage == 3:
+                model[-1].set_modules_to_backward_prefetch(list(model)[-2::-1])
+            yield model
+
+        _train(model, *job, units=units)
+
+    def sends_single_precision(model, *job):
+        def units(model, stage):
+            for block in model:
+                policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+                fully_shard(block, mp_policy=policy, reshard_after_forward=stage == 3)
+            return [model]
+
+        _train(model, *job, units=units)
+
+    def right_5(model, *job):
+        """Sixth solution: two blocks ahead, in forward and in backward."""
+
+        def units(model, stage):
+            yield from model
+            blocks = list(model)
+            for k, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[k + 1 : k + 3])
+                block.set_modules_to_backward_prefetch(blocks[max(0, k - 2) : k][::-1])
+            yield model
+
+        _train(model, *job, units=units)
+
     #: The stages of two budgets that it has seen; those of equation 05-states; whole numbers.
     without_the_idea_constants = _trains(stage=lambda _, room: {3.5: 1, 2.5: 2}.get(round(room, 1), 3))
     pieces_beside_whole_weights_forgotten = _trains(stage=lambda _, room: 3 - (room > 2) - (room > 2 + 2 / 3))
@@ -854,6 +895,9 @@ SENTENCES = {
     "forgets_its_moments": "made anew",
     "logs_its_loss": "reduce them once",
     "reduces_nothing": "No gradient is ever reduced",
+    "gathers_all_ahead": "or on their way, at one moment",
+    "gathers_all_ahead_of_backward": "or on their way, at one moment",
+    "sends_single_precision": "or in fewer bytes a value",
     "without_the_idea_a_guess": "",
     "names_with_the_module": "names are those in",
     "in_own_words": "no part of the step",

@@ -396,11 +396,12 @@ _BUDGETS = ((3.35, 3.6, 1), (2.72, 2.9, 2), (2.1, 2.3, 3))
 
 
 class _Block(nn.Module):
-    """A layer that tells the check when its forward runs."""
+    """A layer that tells the check when its forward runs, and when its backward begins."""
 
     def __init__(self, width: int, look: Callable[[], None]) -> None:
         super().__init__()
         self.linear, self.look = nn.Linear(width, width, bias=False), look
+        self.register_full_backward_pre_hook(lambda *_: look())
 
     def forward(self, x: Tensor) -> Tensor:
         self.look()
@@ -420,10 +421,11 @@ def _trained(answer: Callable[..., Any], budget: float, width: int) -> dict[str,
     """Train within a budget on this rank; weigh what lies there, and count what is sent from the first micro-batch on."""
     torch.manual_seed(0)
     n, rank = dist.get_world_size(), dist.get_rank()
-    held, starts = dict.fromkeys(("weights", "gradients", "moments"), 0), []
+    held, starts, marks = dict.fromkeys(("weights", "gradients", "moments"), 0), [], [0]
 
     def weigh(kind: str, tensors: Iterable[Tensor | None]) -> None:
         held[kind] = max(held[kind], _bytes(tensors))
+        marks.append(len(log.events))
 
     model = nn.Sequential(*[_Block(width, lambda: weigh("weights", model.parameters())) for _ in range(_LAYERS)])
     size, alone = _bytes(model.double().parameters()), copy.deepcopy(model)
@@ -435,16 +437,12 @@ def _trained(answer: Callable[..., Any], budget: float, width: int) -> dict[str,
 
     def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(list(params), lr=0.1, eps=0.1)  # eps as large as gradients: factors do not cancel
-
-        def before(*_: object) -> None:
-            weigh("gradients", [p.grad for group in optimizer.param_groups for p in group["params"]])
-
-        def after(*_: object) -> None:
-            states = [state.items() for state in optimizer.state.values()]
-            weigh("moments", [value for items in states for name, value in items if name != "step"])
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        optimizer.register_step_pre_hook(
+            lambda *_: weigh("gradients", [p.grad for group in optimizer.param_groups for p in group["params"]])
+        )
+        optimizer.register_step_post_hook(
+            lambda *_: weigh("moments", [v for own in optimizer.state.values() for k, v in own.items() if k != "step"])
+        )
         return optimizer
 
     with record_comms() as log:
@@ -454,6 +452,8 @@ def _trained(answer: Callable[..., Any], budget: float, width: int) -> dict[str,
     lag = max((size - bytes_ for bytes_ in reduced[: _MICRO_BATCHES - 1]), default=0)  # whole, until it is reduced
     held["gradients"] = max(held["gradients"], lag + (size - lag) // n, *(e.bytes for e in events if "reduce" in e.op))
     moved = {op: sum(e.bytes for e in events if e.op == op) / size / _TRAIN_STEPS for op in {e.op for e in events}}
+    runs = [sum(e.bytes for e in log.events[a:b] if e.op == "all_gather") for a, b in itertools.pairwise(marks)]
+    held["weights"] = max(held["weights"], size * (max(runs, default=0) >= size))  # all on their way before one is used
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     held["weights"] += sharded * max(0, held["weights"] - size // n) // (n - 1)  # pieces beside the whole
     found = {"held": {kind: bytes_ / size for kind, bytes_ in held.items()}, "moved": moved, "runs": len(starts)}
@@ -543,8 +543,8 @@ def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
          too_much and held["moments"] > 1.5),
         (f"Too much lies on a rank: {lies}. Gradients that no reduce-scatter has cut lie whole: reduce after each micro-batch, and make "
          "each block a unit", too_much and held["gradients"] > 0.9),
-        (f"Too much lies on a rank: {lies}. All weights are there at one moment: make each block a unit, and release it after "
-         "its forward", too_much and held["weights"] > 0.9),
+        (f"Too much lies on a rank: {lies}. All weights are there, or on their way, at one moment: make each block a unit, gather "
+         "it for its use, and release it after", too_much and held["weights"] > 0.9),
         (f"Too much lies on a rank: {lies}", too_much),
         (f"{wasted}. An all-reduce brings the whole mean gradient to every rank, and only the owner of a piece uses it",
          sent > 1.01 * least and moved.get("all_reduce", 0) > 0.5),
@@ -553,7 +553,7 @@ def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
         (f"{wasted}. There is room for whole weights, which change once a step: gather them once, and release them in the last "
          "micro-batch's backward", sent > 1.01 * least and stage < 3),
         (wasted, sent > 1.01 * least),
-        (f"A rank sends {sent:.3g} transfers a step, and 2 are needed: something arrived without being sent", sent < 1.98),
+        (f"A rank sends {sent:.3g} transfers a step where 2 are needed: something arrived unsent, or in fewer bytes a value", sent < 1.98),
         ("It fits, and sends no more than it must; asked is PyTorch's sharding, `fully_shard`", not found["sharded"]),
     )  # fmt: skip
 
