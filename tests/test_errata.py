@@ -45,7 +45,6 @@ OTHERS = {
     # Keys and values of 131,072 tokens are 2 x 131,072 x 1,024 x 2 bytes = 537 MB; 7/8 of them travel.
     "point to point, in a ring": ("1,409 MB", "940 MB", "587 MB"),
     "every rank gathers all keys": ("294 MB", "470 MB"),
-    "constant relative to the sequence": ("37 MB", "587 MB"),
     "hide more of a ring": ("8,400",),  # 2 x 840 TFLOP/s over 50 GB/s, over 4 queries a key head
     "grows quadratically": ("16.0",),
     "the others can stay on disk": ("128", "2e-113"),  # 128 x (15/16)^4096
