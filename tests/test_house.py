@@ -20,7 +20,7 @@ def test_an_addition_pays_with_a_removal():
     """The package is read by learners. Raise a ceiling with a reason in the commit's message, and lower it after a cut."""
     files = list(LABLIB.rglob("*.py"))
     assert len(files) <= 292
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 65_680
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 65_690
 
 
 def test_no_folder_shows_more_than_about_a_dozen_entries():

@@ -138,6 +138,8 @@ def test_what_no_oracle_has_counted_is_marked() -> None:
     toy = {"implementation": "toy", "pp": 2}
     assert unproven(run_config("gpt2", **toy)) == ()
     assert unproven(run_config("gpt2", dp=2, **toy)) == ("pp",)
+    assert unproven(run_config("gpt2", recipe="autocast-bf16", **toy)) == ("autocast with pp",)
+    assert unproven(run_config("llama-3-8b", **sharded | {"implementation": "torchtitan"})) == ("torchtitan",)
     assert unproven(run_config("gpt2", implementation="hf", pp=2)) == ("pp",)
     assert unproven(run_config("gpt2", schedule="gpipe", dropout=0.1, **toy)) == ("gpipe", "dropout")
     every = run_config(

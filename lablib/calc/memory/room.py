@@ -44,6 +44,8 @@ def unproven(run: RunConfig) -> tuple[str, ...]:
         "ep": run.ep > 1 and not published,
         "tp with pp": run.tp > 1 and run.pp > 1,
         "pp": run.pp > 1 and not published and (run.dp * run.cp > 1 or run.implementation != "toy"),
+        "autocast with pp": run.pp > 1 and run.recipe.name.startswith("autocast"),
+        "torchtitan": run.implementation == "torchtitan" and run.dp * run.cp > 1,
         run.schedule: run.schedule != "1f1b",
         "dropout": bool(run.dropout),
     }
