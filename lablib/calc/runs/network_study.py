@@ -49,7 +49,7 @@ class StudySettings:
     Attributes:
         link_rate: The link for exchanges and all-reduces.
         ddp_rates: Links for DDP, next to one that is not throttled.
-        savings_rate: The link on which DDP's variants are compared; one of `ddp_rates`.
+        savings_rate: The link on which DDP's variants are compared.
         placement_rate: The link on which layouts are compared.
     """
 

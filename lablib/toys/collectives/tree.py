@@ -1,4 +1,4 @@
-"""All-reduce in log2(n) rounds: along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm).
+"""All-reduce in few rounds: along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm).
 
 A binomial tree counts ranks from the root. In round k of a broadcast the 2^k ranks that have the data send it to the
 next 2^k. A reduction is the same tree, walked from the leaves to the root. In round k of the other two every rank meets
