@@ -87,6 +87,8 @@ class sketch:
         found = expert_groups(**axes, ep=1, etp=1, order=order)
         return _sketch(sizes, gpus_per_node, groups=lambda _, axis: found[axis])
 
+    lablibs_nodes_for_groups_of_ones_own = asked(_sketch, crosses=lambda sizes, gpus_per_node: (
+        Mesh(tuple(sizes.values()), tuple(sizes), gpus_per_node).crosses))  # fmt: skip
     one_group_of_all = lambda *case: _sketch(*case, groups=lambda sizes, axis: [list(range(math.prod(sizes.values())))])
 
     def right(sizes, gpus_per_node):
@@ -422,7 +424,8 @@ SENTENCES = {
     "cp_among_the_replicas": "folded into its shards",
     "replicas_among_the_shards": "The right ranks, cut otherwise",
     "shards_from_the_last_to_the_first": "As many ranks as should be, and not these in this order",
-    "without_the_idea_lablibs_expert_groups": "These are lablib's groups",
+    "without_the_idea_lablibs_expert_groups": "This calls lablib's functions",
+    "lablibs_nodes_for_groups_of_ones_own": "This calls lablib's functions",
     "batch_of_two_axes": "`batch` has 2 axes",
     "hsdp_of_another_mesh": "slices of one mesh",
     "shards_far_and_replicas_near": "Shards and replicas are exchanged",

@@ -96,7 +96,7 @@ def sketch(answer: Callable[[Sizes, int], Mapping[str, object]], seed: int = 77)
     for sizes, gpus_per_node in cases:
         _judge_sketch(_of(answer, dict(sizes), gpus_per_node, sizes=sizes), sizes, gpus_per_node)
     if any(name.startswith("lablib.") for name in getattr(answer, "called", ())):
-        raise Wrong("These are lablib's groups. A rank's coordinates are the digits of its number: compare those.")
+        raise Wrong("This calls lablib's functions. A rank's coordinates are the digits of its number: compare those.")
     return f"{len(cases)} layouts by their groups; the 8-GPU sketch in one node, in two, and in four."
 
 
