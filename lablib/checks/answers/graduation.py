@@ -141,8 +141,7 @@ def examine(
         notebook = own_lab(work, goal.rung)
         for name in exercises(goal.rung) if every else goal.checks:
             if notebook is None:
-                missing = f"{work} has no lab {goal.rung}: `make lab` copies it there."
-                yield Outcome(goal.rung, name, "no lab", missing)
+                yield Outcome(goal.rung, name, "no lab", f"{work} has no lab {goal.rung}: `make lab` copies it there.")
                 continue
             status, message = _judged(notebook, goal.rung, name, timeout)
             if goal.rented and name in goal.checks and status == "passed" and gpu_report() is None:
@@ -178,9 +177,9 @@ def _judged(notebook: Path, rung: str, name: str, timeout: float) -> tuple[Statu
     except (ValueError, SyntaxError, RecursionError) as error:  # a cell that parses and cannot be compiled
         return "wrong", str(error)
     if source is None:
-        return "not attempted", f"{name} is not, or not in the end, a `def` at the left edge of a cell of yours."
+        return "not attempted", f"{name} is not, or not in the end, a `def` at the left edge of a cell that parses."
     if is_untouched(source, name):
-        return "not attempted", f"The last `def {name}` at the left edge of a cell of {notebook.name} is a stub."
+        return "not attempted", f"In {notebook.name} the last `def {name}` at the left edge that parses is a stub."
     try:
         verdict = in_process("judge", notebook, name, rung, timeout=timeout)
     except ValueError as error:
@@ -197,9 +196,8 @@ def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float)
         ValueError: If it gives no result in time, or ends without one.
     """
     with tempfile.TemporaryDirectory(prefix="answers-") as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "lablib.checks.answers", work, notebook.name, name, str(result), *more]
-        said = Path(folder) / "said"
+        result, said = Path(folder) / "result.json", Path(folder) / "said"
+        command = [sys.executable, "-Pm", "lablib.checks.answers", work, notebook.name, name, str(result), *more]
         with place(), said.open("wb") as errors:  # a turn is waited for before the clock starts
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
@@ -222,11 +220,12 @@ def in_process(work: str, notebook: Path, name: str, *more: str, timeout: float)
 
 def judge(notebook: Path, rung: str, name: str) -> Verdict:
     """Define an answer as the notebook does, and run its check."""
+    check = getattr(importlib.import_module(f"lablib.checks.rung{rung}"), name)
     try:
         answer = defined(notebook, name)
     except Exception as error:
         return Verdict(name, "wrong", f"What {name} needs stopped with {type(error).__name__}: {error}")
-    return getattr(importlib.import_module(f"lablib.checks.rung{rung}"), name)(answer)
+    return check(answer)
 
 
 def defined(notebook: Path, name: str) -> Callable[..., Any]:
@@ -234,6 +233,7 @@ def defined(notebook: Path, name: str) -> Callable[..., Any]:
     source = answer_source(notebook, name)
     file = f"<{notebook.name}: {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    sys.path.insert(0, "")  # as in a kernel, after its own imports: a queue.py of the learner's is not the library's
     # As in a notebook: functions of `__main__` are sent to ranks by value.
     answers: dict[str, object] = {"__name__": "__main__", "display": print}
     if awaits := eval(compile(source, file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), answers):  # as a cell may
