@@ -138,6 +138,16 @@ class ring_all_reduce:
     doubled = lambda row, *rest: (_ring(row, *rest), row.mul_(2))
     padded_to_threes = lambda row, *rest: ring_all_reduce.padded(row, *rest, to=3)
 
+    def keeps_the_larger(row, rank, ranks, exchange):
+        """Right where all numbers are positive: the complete sum is the largest then."""
+        _ring(row, rank, ranks, exchange, halves=(True, False))
+        chunks = row.tensor_split(ranks)
+        for step in range(ranks - 1):
+            comes = chunks[(rank - step) % ranks]
+            room = comes.clone()
+            exchange(chunks[(rank + 1 - step) % ranks], (rank + 1) % ranks, room, (rank - 1) % ranks)
+            comes.copy_(torch.maximum(comes, room))
+
     def own_numbers_times_a_factor(row, rank, ranks, exchange):
         """Messages of a ring, and nothing that arrives is used."""
         _ring(row.clone(), rank, ranks, exchange)
@@ -651,7 +661,7 @@ SENTENCES = {
     "own_numbers_times_a_factor": "no sum of", "own_numbers_and_empty_messages": "no sum of", "halved": "no sum of",
     "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
     "padded_to_threes": "72 elements where 48 do, up to 3", "one_size_for_4_and_8": "Here latency decides", "rounds_of_lablib": "work it out yourself", "no_layer": "you name none",
-    "not_kept": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
+    "not_kept": "must keep what", "keeps_the_larger": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
     "half_a_ring": "two halves", "divides_list": "the callback: TypeError: unsupported", "error_in_then": "the callback: AttributeError: 'Tensor'",
     "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
     "divided_in_one_branch": "divided by too little", "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",

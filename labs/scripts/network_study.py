@@ -7,7 +7,7 @@ and rank 0 changes the links' bandwidth between them. `lablib.calc.runs.network_
 predicted beside measured. `timed` reads from the network interface how many bytes really left the host.
 
 The model of the DDP part is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's
-DistributedDataParallel would load its compiler on every rank, which takes longer than this study. A variant replaces only
+DistributedDataParallel would load its compiler on every rank, which takes longer than this study. Some variants replace
 the reduction of a full bucket: PyTorch calls that a communication hook. `Layout` trains one small transformer in four
 layouts with the course's toys, on the same batch: the losses agree, and only what crosses the link differs.
 """
@@ -223,7 +223,7 @@ def all_reduces(
 
 
 def in_a_row(size: int, most: int = 20) -> int:
-    """Return how often a message of this size is sent in one sample: about 256 KiB in all."""
+    """Return how often a message of this size is sent in one sample: about 256 KiB in all, at most `most` times and at least once."""
     return max(1, min(most, 2**18 // max(1, size)))
 
 

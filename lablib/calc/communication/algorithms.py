@@ -200,8 +200,8 @@ class Traffic(NamedTuple):
 def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: int = 4, root: int = 0) -> Traffic:
     """Return the steps, messages and bytes of one rank.
 
-    On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; halving-doubling the same if n is a
-    power of two; recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
+    On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; if n is a power of two, halving-doubling
+    the same and recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
 
     Args:
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.

@@ -1,15 +1,15 @@
 """The study of a cluster of two hosts as rows, each with a prediction beside the measurement. Chapter 10.
 
-`labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the raw seconds
-of one repetition each, taken from the slowest rank. A sample knows its conditions:
+`labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the seconds of
+one repetition each (of a small array, the median of some in a row), from the slowest rank. A sample knows its conditions:
 
     part          what else it has, beside "seconds" and "turn" (its repetition)
     "link"        where, rate, bytes: one round in which each rank that takes part sends and receives so many bytes;
                   "inside" are two ranks of a host, "across" two of different hosts, "ring" all ranks
     "all-reduce"  rate, algorithm, bytes
-    "ddp"         rate, variant, micro_batches, ranks, hosts, ranks_per_host, gradient_bytes, buckets (bytes as sent),
-                  bytes_across; "alone" and "compute" also have forward and backward
-    "placement"   rate, layout, bytes_across (leaving a host in a step, counted by the ranks)
+    "ddp"         rate, variant, micro_batches, ranks, gradient_bytes, buckets (bytes as sent), bytes_across, forward and
+                  backward
+    "placement"   rate, layout, bytes_across (leaving a host in a step, by the formula)
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled. Weak scaling efficiency is T_1/T_n, with T_1 a
 step without communication on one rank while the others take theirs, because here they share one machine's processors.
@@ -75,7 +75,7 @@ class StudySettings:
 STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
 
 
-#: The layouts; the first has the fewest bytes to send for a model that is small beside its batch.
+#: The layouts; the first has the fewest bytes to send for a model that is large beside its batch.
 STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 

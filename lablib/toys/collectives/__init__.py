@@ -3,12 +3,12 @@
     name                            steps               bytes a rank sends       for
     ring_all_reduce                 2(n-1)              2(n-1)/n · S             long messages
     halving_doubling_all_reduce     2 log2 n            2(n-1)/n · S             long messages, n a power of two
-    recursive_doubling_all_reduce   log2 n              log2 n · S               short messages
+    recursive_doubling_all_reduce   log2 n              log2 n · S               short messages, n a power of two
     tree_all_reduce                 2 ⌈log2 n⌉          up to ⌈log2 n⌉ · S        short messages, any n
     naive_all_reduce                2(n-1)              rank 0: (n-1) · S        nothing: what not to do
     hierarchical_all_reduce         2(g-1) + 2(n/g-1)   across nodes: 2(n/g-1)/(n/g) · S/g   nodes of g ranks
 
-Read `ring` first; its `Wire` sends and counts. `tree` has the algorithms of log2 n rounds, `hierarchy` what
+Read `ring` first; its `Wire` sends and counts. `tree` has the algorithms of few rounds, `hierarchy` what
 knows about nodes, and all-to-all. Each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
 
 Tensors have any shape, the same on all ranks, and are contiguous: a ValueError refuses others before anything is sent.
