@@ -1,9 +1,8 @@
 """How wrong is the memory calculator: what the pages quote of a judged table, as plain data.
 
-    headline(rows)["peak"]       # {"name": the configuration, "what": "peak", "off": a share without sign, "cause": why}
+    headline(rows)["peak"]       # {"name": the configuration, "what": "peak", "off": a share without sign}
 
-The worst case is chosen here and nowhere else, and no page types it: the result is written beside the rows. Whoever
-makes a number worse than `NOTICEABLE` has to say why in `CAUSES`.
+The worst case is chosen here and nowhere else, and no page types it: the result is written beside the rows.
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ OTHERS = TABLE.with_name("other_calculators.json")
 
 Row = Mapping[str, Any]
 
-#: A number that is further off than this, as a share, has its cause written down.
+#: No sum is further off than this, as a share.
 NOTICEABLE = 0.001
-
-#: Name of a row and what was compared -> why prediction and measurement differ. Empty while no sum is that far off.
-CAUSES: dict[tuple[str, str], str] = {}
 
 
 def read_table(path: Path = TABLE) -> Any:
@@ -73,7 +69,7 @@ def headline(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def _told(name: str, number: Comparison) -> dict[str, Any]:
-    return {"name": name, "what": number.what, "off": abs(number.error), "cause": CAUSES.get((name, number.what), "")}
+    return {"name": name, "what": number.what, "off": abs(number.error)}
 
 
 def _off(told: Mapping[str, Any]) -> float:
