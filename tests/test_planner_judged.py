@@ -31,6 +31,7 @@ from lablib.calc.layouts.planner import (
     run_choices,
     step_time,
 )
+from lablib.calc.layouts.planner.calibration import MOST_ROWS
 from lablib.calc.models import preset
 from lablib.calc.params import count_params
 from lablib.calc.precision import recipe
@@ -253,9 +254,12 @@ def test_order_by_hand() -> None:
     assert job["loses"] == 0
 
 
-def test_one_constant_is_right_for_a_gpu_of_one_row() -> None:
-    (run,) = [run for run in measured_runs() if run.paper == "torchtitan"][:1]
+def test_one_constant_is_right_for_a_gpu_of_one_row_and_follows_no_source_of_many() -> None:
+    run, *_ = [run for run in measured_runs() if run.paper == "torchtitan"]
     assert one_constant([run]) == [(run, 1.0)]
+    slower = [replace(run, paper=name, tflops=run.tflops / 2) for name in ("one", "other") for _ in range(MOST_ROWS)]
+    many = [replace(run, paper="of many rows")] * (4 * MOST_ROWS)
+    assert [ratio for _, ratio in one_constant(slower + many)] == pytest.approx([1.0] * len(slower) + [2.0] * len(many))
 
 
 # The page

@@ -5,10 +5,12 @@ Every number is of ratios, predicted over measured seconds of a step. An error i
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +29,7 @@ from lablib.calc.layouts.planner import (
     plan,
     workload_of_run,
 )
+from lablib.calc.layouts.planner.calibration import MOST_ROWS
 from lablib.calc.memory import RESERVE
 from tests.evidence.planner.fitting import START, Row, fit_rates
 from tests.evidence.planner.runs import is_fitted
@@ -72,15 +75,19 @@ def card(run: Run) -> str:
 
 
 def one_constant(runs: Sequence[Run]) -> list[tuple[Run, float]]:
-    """Return every row predicted by one number a generation of GPUs and precision: the median share that its rows reach.
+    """Return every row predicted by one number a generation of GPUs and precision: the middle share that its rows reach.
 
     The share counts recomputation (HFU): with it a step takes hardware FLOPs over share and peak. It is fitted to the
-    very rows that it is judged on.
+    very rows that it is judged on, and as in the planner's fit no source counts for more than `MOST_ROWS` of them.
     """
-    shares = defaultdict(list)
+    count, shares = Counter(run.paper for run in runs), defaultdict(list)
     for run in runs:
-        shares[card(run), run.precision].append(_share(run))
-    constant = {name: statistics.median(found) for name, found in shares.items()}
+        shares[card(run), run.precision].append((_share(run), min(1.0, MOST_ROWS / count[run.paper])))
+    constant = {}
+    for name, found in shares.items():
+        found.sort()
+        passed = list(itertools.accumulate(weight for _, weight in found))
+        constant[name] = found[bisect_left(passed, passed[-1] / 2)][0]
     return [(run, _share(run) / constant[card(run), run.precision]) for run in runs]
 
 
