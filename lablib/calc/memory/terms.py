@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ZERO = "Rajbhandari et al. 2019 (arXiv 1910.02054), section 3.1"
-KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
+KORTHIKANTI = "counted as by Korthikanti et al. 2022 (arXiv 2205.05198), section 4"
 DETTMERS = "Dettmers et al. 2023 (arXiv 2305.14314), section 3"
 AUTOGRAD = "PyTorch, tools/autograd/derivatives.yaml"
 ENGINE = "PyTorch, torch/csrc/autograd/engine.cpp"
