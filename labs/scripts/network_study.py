@@ -6,9 +6,8 @@ Starting ranks on a cluster takes longer than measuring on it. So there is one l
 and rank 0 changes the links' bandwidth between them. `lablib.calc.runs.network_study` makes rows of the samples,
 predicted beside measured. `timed` reads from the network interface how many bytes really left the host.
 
-The model of the DDP part is a stack of linear layers in `lablib.toys.data_parallel.ddp`; PyTorch's
-DistributedDataParallel would load its compiler on every rank, which takes longer than this study. Some variants replace
-the reduction of a full bucket: PyTorch calls that a communication hook. `Layout` trains one small transformer in four
+The model of the DDP part is a stack of linear layers in `lablib.toys.data_parallel.ddp`. Some variants replace the
+reduction of a full bucket: PyTorch calls that a communication hook. `Layout` trains one small transformer in four
 layouts with the course's toys, on the same batch: the losses agree, and only what crosses the link differs.
 """
 
@@ -228,7 +227,7 @@ def in_a_row(size: int, most: int = 20) -> int:
 
 
 def leading(rate: str | None, size: int) -> int:
-    """Return how many messages of this size use up what a link lets through at once; small ones never do."""
+    """Return how many messages of this size are to use up what a link lets through at once, at most four; small ones never do."""
     saved = (
         2 * burst(parse_bandwidth(rate)) if rate else 0
     )  # the interfaces at both ends save as much
@@ -624,7 +623,7 @@ class Layout:
 
 @torch.no_grad()
 def descend(parameters: Iterable[nn.Parameter]) -> None:
-    """Take a step of SGD, p - η·grad; torch.optim would load PyTorch's compiler on every rank first."""
+    """Take a step of SGD, p - η·grad."""
     for p in parameters:
         p.sub_(p.grad, alpha=LEARNING_RATE)
 

@@ -1,6 +1,6 @@
 """Every collective algorithm as data: who sends which elements to whom in every round, without processes.
 
-An array of `numel` elements on n ranks is cut into n chunks; the first `numel mod n` of them have one element more.
+Where an array of `numel` elements is cut into chunks, they are as equal as can be, the larger ones first.
 From the rounds follow the steps, messages and bytes of a rank (`traffic`) and the time on any network (`topology`).
 The toys in `lablib.toys.collectives` do the same by send and receive, count what they do, and return the same `Traffic`.
 `_ring` is the one to read first.

@@ -21,7 +21,7 @@ def check_link(ranks: int, **numbers: float) -> None:
             raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
 
 
-#: Which part of the array a rank must send, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
+#: Which part of the array messages must carry at the busiest rank, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
 _FACTOR = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,

@@ -102,7 +102,7 @@ def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Latency and bandwidth between two ranks, from exchanges of many sizes."""
+    """Latency and bandwidth of exchanges inside, across or round the ring, fitted to many sizes."""
 
     where: str
     rate: str | None
@@ -176,7 +176,7 @@ def all_reduce_rows(samples: Sequence[Sample]) -> list[AllReduceRow]:
 
 
 def crossing(rows: Sequence[AllReduceRow], short: str, long: str, *, measured: bool) -> float | None:
-    """Return the size in bytes from which `long` is the faster of two algorithms, None if it never is.
+    """Return the size in bytes from which `long` is the faster of two algorithms, None if it is not at the largest.
 
     Between two measured sizes it is where the ratio of the times passes 1, on scales that count factors.
     """
@@ -323,7 +323,7 @@ def layout_bytes(layout: str, config: ModelConfig, *, batch: int, seq: int, byte
 
 
 def placement_rows(samples: Sequence[Sample]) -> list[PlacementRow]:
-    """Return every layout of the study at the throttled rate, fewest bytes first: that is the predicted order."""
+    """Return every layout of the study at the throttled rate, fewest bytes first."""
     steps = [s for s in samples if s["part"] == "placement"]
     rate = next(s["rate"] for s in steps if s["rate"] is not None)
     rows = []

@@ -11,9 +11,9 @@
 Read `ring` first; its `Wire` sends and counts. `tree` has the algorithms of few rounds, `hierarchy` what
 knows about nodes, and all-to-all. Each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
 
-Tensors have any shape, the same on all ranks, and are contiguous: a ValueError refuses others before anything is sent.
-`group` is the process group, None for all ranks, and a root is a rank in it. Every function returns the `Traffic` that
-this rank sent.
+Tensors have any shape, the same on all ranks. A ValueError refuses one that is not contiguous, before anything is sent.
+`group` is the process group, None for all ranks, and a root is a rank in it. Every collective returns the `Traffic` that
+this rank sent, the hierarchical one inside and across.
 """
 
 from __future__ import annotations

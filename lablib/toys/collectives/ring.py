@@ -28,11 +28,11 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup 
             one element more.
         input: The unsharded array, contiguous; not changed.
     """
-    wire = Wire(group)
+    wire, own = Wire(group), flat(output)
     pieces = chunks(flat(input).clone(), wire.size)  # where the sums grow
     same_size(output, pieces[wire.rank], "output", f"chunk {wire.rank} of input")
     _reduce_scatter(wire, pieces)
-    flat(output).copy_(pieces[wire.rank])
+    own.copy_(pieces[wire.rank])
     return wire.traffic
 
 
