@@ -73,6 +73,11 @@ class bytes_per_parameter:
     first_gradient_or_master_copy = told(right, lambda size, gradients, master: size - BYTES[gradients[0]] * master)
     one_fp32_gradient = asked(right, gradients=["fp32"])
     master_copy_of_16_bit_weights = asked(right, master=lambda weights: weights != "fp32")
+    with_k_of_twelve = told(right, lambda size, optimizer: size + 4 * (optimizer == "adamw"))
+    with_two_master_copies = told(right, lambda size, master: size + 4 * master)
+    a_short_mean = told(right, lambda size, weights, optimizer: size - (4 - BYTES[weights]) * (optimizer == "adamw"))
+    with_fp32_for_a_master = asked(right, gradients=lambda gradients, master: ["fp32"] if master else gradients)
+    without_a_first_of_several = asked(right, gradients=lambda gradients: gradients[1:] or gradients)
     weights_twice = told(right, lambda size, weights: size + BYTES[weights])
 
     def without_the_idea_lablib_adds_up(weights, gradients, master, optimizer):
@@ -518,14 +523,16 @@ DEFECTS, SECOND_SOLUTIONS = listed(bytes_per_parameter, train_within, find_surpl
 SENTENCES = {
     "master_copy_of_16_bit_weights": "Where there is no master copy it costs 0",
     **dict.fromkeys(("with_roots_of_momentum_too", "with_an_fp32_copy_of_fp16_gradients", "with_two_bytes_more",
-                     "first_gradient_or_master_copy", "one_fp32_gradient", "weights_twice"), "This mistake is not one"),
+                     "first_gradient_or_master_copy", "one_fp32_gradient", "weights_twice", "a_short_mean",
+                     "with_fp32_for_a_master", "without_a_first_of_several"), "This mistake is not one"),
+    "with_k_of_twelve": "K = 12 has the master copy", "with_two_master_copies": "counts once",
     "other_betas": "Leave betas", "run_with_fp32_gradients_in_the_optimizer": "not 12 in all",
     "with_an_fp32_sum": "lets them go", "with_six_for_a_master_copy": "A master copy is fp32", "with_fp32_gradients": "lets them go", "clips": "nothing clips", "trains_the_blocks_alone": "train all weights",
     "run_with_a_buffer_of_gradients": "Megatron's buffer", "run_that_keeps_logits_in_both_dtypes": "no bf16 value",
     "no_care": "without that it fits", "one_sequence_at_a_time": "passes, and",
     "never_tries_one": "without that it fits", "without_the_idea_four_constants": "without that it fits",
     "without_the_idea_a_table": "This mistake is not one", "under_autocast": "in fp32",
-    "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "no moments yet",
+    "step_of_a_gpu": "inside of the optimizer's step", "settled_in_the_first_step": "moments are there too",
     "retries_inside_the_except_clause": "inside of the except clause", "sums_the_micro_batches": "times those of the whole batch",
     "all_micro_batches_alike": "counts by its sequences", "keeps_what_an_attempt_left": "an attempt that stopped",
     "loss_of_the_last_part": "Return the loss of each batch", "an_optimizer_each_step": "one AdamW, its moments",
@@ -548,7 +555,7 @@ SENTENCES = {
     "no_master_copy_beside_fp32": "beside fp32 weights too", "forgot_the_master_copy": "costs 4 bytes beside the working weights",
     "moments_in_the_dtype_of_the_weights": "whatever the dtype of the weights",
     "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
-    "with_the_roots_of_the_step": "roots that AdamW's step makes",
+    "with_the_roots_of_the_step": "roots of the step are no model states",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "This mistake is not one",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
     "run_always_adamw": "not 12 in all", "gradients_always_fp32": "not always 4 bytes",
