@@ -4,6 +4,7 @@
 
 import copy
 import itertools
+import random
 import types
 from contextlib import nullcontext
 from decimal import Decimal
@@ -175,6 +176,11 @@ class train_ddp:
         "set_epoch": lambda self, epoch: DistributedSampler.set_epoch(self, min(epoch, 1))})(data))  # fmt: skip
     never_clears = _trained(clear=False)
     lr_of_a_table = lambda *case: _train(*case[:-1], 0.5)
+    one_epoch_too_many = lambda model, data, epochs, *case: _train(model, data, epochs + 1, *case)
+    clears_before_the_step = _trained(after=lambda model: model.zero_grad())
+    carries_a_group_on = lambda model, data, epochs, *case: _train(model, data, 1, *case, groups=lambda s, d, m, k: [
+        (b := [b for e in range(epochs) if not s.set_epoch(e) for b in DataLoader(d, m, sampler=s, collate_fn=list)])[i : i + k]
+        for i in range(0, epochs * -(-len(s) // m), k)])  # fmt: skip
     two_epochs_always = lambda model, data, _, *case: _train(model, data, 2, *case)
 
     def adam(model, *case):
@@ -271,6 +277,8 @@ class train_ddp:
                 for p, part in zip(own.values(), step, strict=True):
                     p -= lr / _over_ranks(_tokens(group)) * part.view_as(p)
 
+    # Shares are filled up to whole steps.
+    right_11 = _trained(groups=lambda s, d, m, k: _batches((own := [*s]) + own[: -len(own) % (m * k)], d, m, k))
     gathers_every_micro_batch = lambda *case: _gathered(*case, each=True)
     gathers_a_mean_of_means = lambda *case: _gathered(
         *case, weigh=lambda group, batch: 1 / _tokens([batch]) / len(group) / dist.get_world_size()
@@ -320,7 +328,8 @@ def _saving(ddp, batch):
 
 def _pickled_tokens(batch):
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {"tokens": _tokens([batch])})
+    known = {"rank": dist.get_rank(), "sequences": len(batch), "step": 0, "loss": 0.5, "tokens": _tokens([batch])}
+    dist.all_gather_object(of_ranks, known)
     return sum(each["tokens"] for each in of_ranks)
 
 
@@ -372,6 +381,7 @@ class all_reduce_mean:
     # Sums, shares and traffic are right, and chunks are put together in the order in which they were finished.
     chunks_in_another_order = told(_ring, lambda rows: [row[::-1] for row in rows])
     one_element_wrong = told(_ring, lambda rows: [[*row[:-1], 2.5 * row[-1]] for row in rows])
+    one_chunk_everywhere = told(_ring, lambda rows: [row[-(len(row) // len(rows)) :] * len(rows) for row in rows])
     whole_numbers_only = told(_ring, lambda rows: [[v // 1 for v in row] for row in rows])
     knows_small_rings = lambda gradients, send: _ring(gradients, send) if len(gradients) < 6 else gradients
     gather_one_step_short = lambda gradients, send: _ring(gradients, send, gather=lambda n: n - 2 if n > 2 else 0)
@@ -468,6 +478,12 @@ class all_reduce_mean:
         if any(row != rows[0] for row in rows):
             raise RuntimeError("ranks disagree")
         return rows
+
+    def right_7(gradients, send):
+        """Who finishes which chunk is drawn anew in each call."""
+        drawn = random.sample(range(len(gradients)), len(gradients))
+        rows = all_reduce_mean.right([gradients[r] for r in drawn], lambda at, to, row: send(drawn[at], drawn[to], row))
+        return [rows[drawn.index(r)] for r in range(len(rows))]
 
     def right_2(gradients, send):
         """Third solution, in arrays: each chunk travels round by itself, twice, before the next one starts."""
@@ -866,6 +882,8 @@ SENTENCES = {
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
     "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
     "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more",
+    "one_epoch_too_many": "Ranks go forward in", "clears_before_the_step": "has left in `.grad`",
+    "carries_a_group_on": "carried into", "one_chunk_everywhere": "each chunk is finished on one rank",
     "chunks_in_a_list": "and not a list of lists", "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",
 }  # fmt: skip
 
