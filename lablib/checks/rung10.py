@@ -272,11 +272,11 @@ def _judge_speed(answer: Callable[..., Any], ranks: int, numel: int, latency: fl
 _VIEW = ", a view whose memory DDP reads from the start: clone it"  # by as_strided
 _LATE = " DDP waits for each hook's Future. All ranks must call each `new_group`, members or not, unless it has use_local_synchronization."
 _RETURNS = "A hook returns a torch.futures.Future that holds the bucket's mean, as long as it, and here it returns {}."
-_SIZES = (7, 12, 5, 9)  # of the parameters; in buckets of 33, 14 and 19, which 2 and 3 and 6 do not divide
+_SIZES = (7, 12, 5, 9)  # of the parameters; in buckets of 33, 14 and 19: 2, 3 and 6 each leave some undivided
 
 
 class _Weights(nn.Module):
-    """A model whose gradient of element k is k + 1 times the input."""
+    """A model whose gradient of each parameter's element k is k + 1 times the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ def _judge_means(results: list[_Hooked], places: list[int], per_host: int, case:
 
 def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str) -> None:
     hosts, events = ranks // per_host, [(rank, event) for rank, result in enumerate(results) for event in result.events]
-    # A chunk may be padded to as many elements as there are ranks, and to no more.
+    # A bucket may be padded to the next multiple of the number of ranks, and no further.
     padded = 8 * sum(math.ceil(size / ranks) * ranks for size in results[0].buckets)
     crosses, stays = [0.0] * ranks, [0.0] * ranks
     for rank, event in events:
@@ -427,7 +427,7 @@ def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str
 
 
 def _out_of_the_host(event: CommEvent, rank: int, per_host: int) -> float:
-    """Return the bytes that a rank sends to other hosts if rings carry the collectives, in the order of their ranks."""
+    """Return the bytes that a rank sends to other hosts: rings in the order of ranks carry all but an all-to-all."""
     hosts = [other // per_host for other in event.ranks]
     place = event.ranks.index(rank)
     if event.op == "all_to_all":
@@ -502,7 +502,7 @@ def _fault(seed: int, steps: int) -> tuple[str, int, int, list[int]]:
 
 
 def told(job: Job) -> tuple[int, str]:
-    """Return in which step something was wrong with a job, and what."""
+    """Return in which step something was wrong with a job, and what; a healthy job's step means nothing."""
     kind, rank, step, layers = _fault(job.seed, job.steps)
     names = " and ".join(f"{i}.weight" for i in layers)
     return step, {

@@ -1,6 +1,6 @@
 """Pictures of communication: what a size costs, how well a fit does, messages round by round, a fabric's switches.
 
-Every function takes numbers that `lablib.calc` computed, or that a run measured, and returns a figure.
+Each public function returns a figure of the numbers that it is given.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def time_curves(
     marks: Mapping[str, float] | None = None,
     height: float = 3.6,
 ) -> Figure:
-    """Draw times over the message size, one line per algorithm, and measured points in the colour of their line."""
+    """Draw times over the array's size, one line per algorithm, and measured points in the colour of their line."""
     fig, ax = figure(height=height)
     plot_lines(ax, sizes, seconds, _ROLES, scale=1e3)
     for name, role in zip(seconds, _ROLES, strict=False):
@@ -82,7 +82,7 @@ def fit_and_residuals(sizes: Sequence[float], seconds: Sequence[float], fits: Ma
 
 
 def efficiency_over_links(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Figure:
-    """Draw scaling efficiency over the links' bandwidths, from wide to narrow: the predicted curve and what was seen."""
+    """Draw scaling efficiency link by link, in the order given: the predicted curve and what was seen."""
     fig, ax = figure(height=3.1)
     places = range(len(names))
     ax.plot(places, [100 * e for e in predicted], "--", color=COLORS["communication"], label="predicted")
@@ -107,7 +107,7 @@ def predicted_and_measured(
 
 
 def message_rounds(panels: Mapping[str, Sequence[Sequence[tuple[int, int, float]]]], *, ranks: int) -> Figure:
-    """Draw every message of an algorithm: time goes to the right, and an arrow is as thick as its message is large."""
+    """Draw every message of algorithms: time goes to the right, and the larger a message, the thicker its arrow."""
     columns = 2
     rows = -(-len(panels) // columns)
     fig, axes = figure(height=2.05 * rows, nrows=rows, ncols=columns, squeeze=False)

@@ -2,13 +2,13 @@
 
     python labs/scripts/network_study.py '{"turns": 2}'     # `StudySettings`; the samples, as JSON
 
-Starting ranks on a cluster takes longer than measuring on it. So there is one launch: every rank builds all `Parts`,
-and rank 0 changes the links' bandwidth between them. `lablib.calc.runs.network_study` makes rows of the samples,
-predicted beside measured. `timed` reads from the network interface how many bytes really left the host.
+Starting ranks on a cluster takes time. So there is one launch: every rank builds all `Parts`, and rank 0 changes the
+links' bandwidth between them. `lablib.calc.runs.network_study` makes rows of the samples, predicted beside measured.
+`timed` reads from the network interface how many bytes left the host.
 
-The model of the DDP part is a stack of linear layers in `lablib.toys.data_parallel.ddp`. Some variants replace the
+The model of the DDP part is a stack of linear layers in a DDP of `lablib.toys.data_parallel`. Some variants replace the
 reduction of a full bucket: PyTorch calls that a communication hook. `Layout` trains one small transformer in four
-layouts with the course's toys, on the same batch: the losses agree, and only what crosses the link differs.
+layouts with the course's toys, on the same batch: the losses agree, and what crosses the link differs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ALGORITHMS = (
 
 
 def set_rate(rate: str | None) -> None:
-    """Throttle all links, from inside. Call it on every rank; nothing may be on its way."""
+    """Give all links a bandwidth, from inside. Call it on every rank; nothing may be on its way."""
     dist.barrier()
     if dist.get_rank() == 0:
         throttle(rate)
@@ -74,7 +74,7 @@ def set_rate(rate: str | None) -> None:
 
 
 def card_bytes() -> int:
-    """Return the bytes that this host's network interface has sent since it was made, headers and acknowledgements included."""
+    """Return the bytes that this host's network interface says it has sent, headers and acknowledgements included."""
     for line in (
         Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
     ):
@@ -83,7 +83,7 @@ def card_bytes() -> int:
             return int(
                 numbers.split()[8]
             )  # after the eight columns of what came in
-    return 0  # no cluster: nothing leaves
+    return 0  # no such interface
 
 
 def timed(
@@ -139,7 +139,7 @@ def slowest(by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
         ]:
             merged[-1]["loss"] = sum(losses) / len(
                 losses
-            )  # of the full batch: every rank has as much of it
+            )  # of the full batch: every rank that has one has as much of it
     return merged
 
 
@@ -222,12 +222,12 @@ def all_reduces(
 
 
 def in_a_row(size: int, most: int = 20) -> int:
-    """Return how often a message of this size is sent in one sample: about 256 KiB in all, at most `most` times and at least once."""
+    """Return how often a sample repeats a call of this size: up to 256 KiB in all and `most` times, but once at least."""
     return max(1, min(most, 2**18 // max(1, size)))
 
 
 def leading(rate: str | None, size: int) -> int:
-    """Return how many messages of this size are to use up what a link lets through at once, at most four; small ones never do."""
+    """Return how many calls are to use up what a link lets through at once: at most four, and one of a small size."""
     saved = (
         2 * burst(parse_bandwidth(rate)) if rate else 0
     )  # the interfaces at both ends save as much
@@ -296,7 +296,7 @@ class HookedDDP(OverlappedDDP):
         ) and not self.missing[index]:
             self.futures.append(
                 self.hook(self.flats[index])
-            )  # as there, in order; only this line is new
+            )  # as there, in order; there it is an all-reduce
 
 
 class Step:
@@ -562,7 +562,7 @@ class Layout:
         self._step = build[name]()
 
     def __call__(self) -> dict[str, Any]:
-        """Take a training step: forward, backward, gradients averaged, SGD; return this rank's loss before it."""
+        """Take a training step: forward, backward, gradients averaged, SGD; return this rank's loss, if any."""
         loss = self._step()
         return {"loss": None if loss is None else float(loss.detach())}
 
@@ -644,6 +644,6 @@ def placement_samples(
 if __name__ == "__main__":
     with contextlib.redirect_stdout(
         sys.stderr
-    ):  # which record is replayed; the samples alone are the output
+    ):  # which record is replayed; the JSON alone is the output
         found = study(StudySettings(**json.loads(sys.argv[1])))
     json.dump(found, sys.stdout)

@@ -5,7 +5,7 @@
         cluster.throttle("100 Mb/s")
         cluster.part(1)                                # and later cluster.mend(1)
 
-Each host is a Linux network namespace with one network interface, eth0, and a cable to one switch. The cable has the
+Each host is a Linux network namespace with a network interface, eth0, and a cable to one switch. The cable has the
 bandwidth in each direction (tc tbf: a bucket of tokens, which lets a short burst through after a pause). Processors and
 memory are those of the one machine, shared by all hosts. Needs Linux, and root or unprivileged user namespaces;
 `why_not()` says in one sentence what is missing.
@@ -45,7 +45,7 @@ _TAIL = 15  # lines of output shown with a failure
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 CARD = "eth0"  # the network interface of every host
 #: After a pause a link lets so many seconds' worth of bytes through at once, and at least so many bytes. With less
-#: it does not reach its bandwidth on a busy machine; with more, messages of 1 MiB would pass too fast.
+#: it may not reach its bandwidth on a busy machine; with more, larger messages pass too fast.
 BURST_S, BURST_BYTES = 1e-3, 128 * 1024
 _PIECE_S, _PIECE_LEAST, _PIECE_MOST = (
     0.5e-3,
@@ -62,7 +62,7 @@ class ClusterError(RuntimeError):
 
     Attributes:
         host: The host that failed first, or None if time ran out.
-        output: What each host printed.
+        output: What each command printed.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Cluster:
         self.network.shell(shape_script(self.hosts, self.rate))
 
     def part(self, host: int) -> None:
-        """Cut a host's cable, now. Connections stay, and what is on its way is sent again until the cable is mended."""
+        """Cut a host's cable, now. TCP sends what is on its way again for a while, so a cable may be mended."""
         self.network.shell(cable_script(self.hosts, host, "down"))
 
     def mend(self, host: int) -> None:
@@ -171,7 +171,8 @@ class Cluster:
         Host k has the ranks k·g to (k+1)·g - 1 for g ranks a host.
 
         Raises:
-            ClusterError: If a rank fails, with the traceback of the first one that raised. All others are ended.
+            ClusterError: If a rank fails, with the traceback of the first one that raised, if one did, or if time runs
+                out. All others are ended.
         """
         import cloudpickle
         from lablib.launch.ranks import pickle_call
@@ -638,7 +639,7 @@ def main(folder: Path) -> None:
         )
         raise
     (folder / f"{dist.get_rank()}.result").write_bytes(result)
-    # Nobody leaves before all are done: an early goodbye would break the others' connections.
+    # Nobody leaves before all are done: an early goodbye could break the others' connections.
     dist.barrier()
     dist.destroy_process_group()
 

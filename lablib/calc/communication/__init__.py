@@ -3,7 +3,7 @@
     costs        bytes and times of ring collectives, speedup and efficiency
     algorithms   ring, tree, doubling, hierarchical: messages and bytes in every round
     times        latency and bandwidth fitted to measured times, and the fastest algorithm for a size
-    topology     GPUs, links and switches of a cluster
+    topology     nodes, the links inside them and the network cards between them
 
 Read `costs` first. Chapter 10; `costs` is used from chapter 02 on.
 """

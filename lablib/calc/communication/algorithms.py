@@ -1,9 +1,8 @@
-"""Every collective algorithm as data: who sends which elements to whom in every round, without processes.
+"""The algorithms of `lablib.toys.collectives` as data: who sends which elements to whom in every round.
 
 Where an array of `numel` elements is cut into chunks, they are as equal as can be, the larger ones first.
-From the rounds follow the steps, messages and bytes of a rank (`traffic`) and the time on any network (`topology`).
-The toys in `lablib.toys.collectives` do the same by send and receive, count what they do, and return the same `Traffic`.
-`_ring` is the one to read first.
+From the rounds follow the steps, messages and bytes of a rank (`traffic`) and the time on a cluster (`topology`). The
+toys send and receive, count what they do, and return the same `Traffic`. `_ring` is the one to read first.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _halving_doubling_all_reduce(numel: int, n: int) -> Iterator[Round]:
         bounds, levels = _bounds(numel, power), power.bit_length() - 1
 
         def kept(place: int, level: int) -> tuple[int, int]:
-            """The elements that a place still has after so many halvings."""
+            """Where the elements that a place still sums after so many halvings begin and end."""
             low, high = 0, power
             for bit in range(level):
                 middle = (low + high) // 2
@@ -200,12 +199,12 @@ class Traffic(NamedTuple):
 def traffic(algorithm: str, numel: int, ranks: int, *, rank: int = 0, itemsize: int = 4, root: int = 0) -> Traffic:
     """Return the steps, messages and bytes of one rank.
 
-    On n ranks and S bytes that divide evenly a rank sends: ring 2(n-1)/n · S; if n is a power of two, halving-doubling
-    the same and recursive doubling log2(n) · S; naive S, and the rank in the middle (n-1) · S.
+    In an all-reduce of S bytes a rank sends, where n divides `numel`: ring 2(n-1)/n · S; if n is a power of two,
+    halving-doubling the same and recursive doubling log2(n) · S; naive S, and rank 0 (n-1) · S.
 
     Args:
         numel: Elements of the whole array: before a reduce-scatter, after an all-gather.
-        root: Where a broadcast starts and a reduction ends.
+        root: Where a tree's broadcast starts and its reduction ends.
     """
     if ranks < 1 or not 0 <= rank < ranks or not 0 <= root < ranks:
         raise ValueError(f"rank={rank} and root={root} must be from 0 to ranks - 1, and ranks={ranks} at least 1")
@@ -224,7 +223,7 @@ def hierarchical_traffic(
     """Return what one rank does inside its node and across nodes in a hierarchical all-reduce.
 
     Reduce-scatter inside the node of g ranks, all-reduce of one chunk over the n/g nodes, all-gather inside:
-    2(g-1)/g · S stay inside, and 2(n/g - 1)/(n/g) · S/g leave.
+    on average 2(g-1)/g · S stay inside, and 2(n/g - 1)/(n/g) · S/g leave.
 
     Args:
         ranks: n, a multiple of `ranks_per_node`; node k has the ranks k·g to (k+1)·g - 1.

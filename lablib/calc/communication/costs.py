@@ -1,8 +1,8 @@
 """Bytes and seconds of ring collectives, and speedup and efficiency on more ranks. Chapter 10.
 
-`size` is S, the bytes of the whole array: what a rank holds before a reduce-scatter, and after an all-gather. `bandwidth`
-is W, what a rank sends in bytes per second and per direction, `latency` α, seconds per message, and `flops` F, the FLOP/s
-that a rank reaches. A message of s bytes takes α + s/W. Read `ring_all_reduce_time` first.
+`size` is S, the bytes of the whole array, cut into equal chunks: what a rank holds before a reduce-scatter, and after
+an all-gather. `bandwidth` is W, bytes that a rank sends per second and per direction, `latency` α, seconds per message,
+`flops` F, the FLOP/s that a rank reaches. A message of s bytes takes α + s/W. Read `ring_all_reduce_time` first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 
 def check_link(ranks: int, **numbers: float) -> None:
-    """Raise a ValueError for fewer than one rank or a negative number; bandwidth, flops and seconds must be above 0."""
+    """Refuse ranks that are no whole number above 0, and negative numbers; bandwidth, flops and seconds of 0 too."""
     if ranks < 1 or ranks != int(ranks):
         raise ValueError(f"ranks={ranks} must be a whole number, at least 1")
     for name, value in numbers.items():
@@ -21,7 +21,7 @@ def check_link(ranks: int, **numbers: float) -> None:
             raise ValueError(f"{name}={value} must {'be above 0' if above_zero else 'not be negative'}")
 
 
-#: Which part of the array messages must carry at the busiest rank, given n; busbw = algbw x this (nccl-tests, PERFORMANCE.md).
+#: Which part of the array messages must carry at the busiest of n > 1 ranks; busbw = algbw x this (nccl-tests).
 _FACTOR = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -50,13 +50,13 @@ def ring_all_gather_bytes(size: float, ranks: int) -> float:
 def ring_all_reduce_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring all-reduce, 2(n-1)/n · S.
 
-    As long as only ranks add, no algorithm needs less on its busiest rank (Patarasuk and Yuan 2009, theorem 1).
+    As long as only ranks add, no algorithm needs less on its busiest rank (Patarasuk and Yuan 2009).
     """
     return ring_reduce_scatter_bytes(size, ranks) + ring_all_gather_bytes(size, ranks)
 
 
 def in_switch_all_reduce_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-reduce whose sums a switch makes, (1 + 1/n) · S (NVLS, NVIDIA/nccl#1083)."""
+    """Return the bytes that each rank sends in an all-reduce by NVLS, (1 + 1/n) · S for n > 1 (NVIDIA/nccl#1083)."""
     check_link(ranks, size=size)
     return size * (1 + 1 / ranks) if ranks > 1 else 0.0
 
@@ -95,7 +95,7 @@ def algorithm_bandwidth(size: float, seconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> float:
-    """Return busbw in bytes per second: what messages must carry at the busiest rank, over the time (nccl-tests, PERFORMANCE.md)."""
+    """Return busbw in bytes per second: what messages must carry at the busiest rank, over the time (nccl-tests)."""
     if collective not in _FACTOR:
         raise ValueError(f"collective={collective!r} is unknown; use one of {', '.join(_FACTOR)}")
     check_link(ranks)
@@ -116,7 +116,7 @@ def data_parallel_bytes(size: float, ranks: int, *, stage: int = 0) -> float:
 def hybrid_shard_bytes(size: float, ranks: int, *, shard: int) -> float:
     """Return the bytes that each rank sends out of its node when the weights are sharded within it only, 2(n-G)/(nG) · S.
 
-    The FSDP paper (2304.11277), section 3.2.2, rounds it to 2(n-1)/(nG) · S.
+    The FSDP paper (2304.11277), section 3.2.2, has 2(n-1)/(nG) · S.
 
     Args:
         ranks: n, a multiple of `shard`.
@@ -173,7 +173,7 @@ def amdahl_speedup(ranks: int, serial_fraction: float) -> float:
 
 
 def chance_of_any(ranks: int, chance: float) -> float:
-    """Return the chance that at least one of n independent ranks is slow, 1 - (1 - p)^n."""
+    """Return the chance that at least one of n ranks is slow, 1 - (1 - p)^n; each is by itself, with chance p."""
     check_link(ranks, chance=chance)
     if chance > 1:
         raise ValueError(f"chance={chance} must be from 0 to 1")
@@ -216,5 +216,5 @@ def ring_states(ranks: int) -> list[list[list[tuple[int, ...]]]]:
 
 
 def summation_orders(ranks: int) -> list[tuple[int, ...]]:
-    """Return, for every chunk, the order in which a ring adds the ranks' numbers; on another number of ranks it is another."""
+    """Return, for every chunk, the order in which the ring of `ring_states` adds the ranks' numbers."""
     return list(ring_states(ranks)[-1][0])

@@ -1,11 +1,11 @@
-"""The time of every collective algorithm, lines fitted to measured times, and the tables of nccl-tests. Chapter 10.
+"""The time of collective algorithms, lines fitted to measured times, and the tables of nccl-tests. Chapter 10.
 
-An algorithm on S bytes takes T = rounds · α + passes · S/W + sums · γ · S, with factors that depend on n alone
+An algorithm on S bytes in equal chunks takes T = rounds · α + passes · S/W + sums · γ · S, with factors of n alone
 (`cost_terms`): α seconds a message, W bytes per second and direction, γ seconds to add one byte to another.
 
-`fit_line` finds α and W by least squares of (t_fit/t - 1)², since otherwise the largest sizes alone would decide;
-`fit_pieces` fits a line to each range of sizes, because protocols change with the size. nccl-tests' S is the whole array,
-its GB are 1e9 bytes and its times microseconds.
+`fit_line` finds α and W by least squares of (t_fit/t - 1)², so that small sizes, whose times are short, count too;
+`fit_pieces` fits a line to each range of sizes, as protocols may change with the size. nccl-tests' GB are 1e9 bytes and
+its times microseconds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def crossover(
     Both times are straight lines in S, so they cross at most once: S* = α · Δrounds / (Δpasses/W + Δsums · γ).
 
     Returns:
-        S*; 0 if `long` is never slower; None if it never becomes faster.
+        S*; 0 if `long` is never slower; None if it is slower at large sizes.
     """
     check_link(ranks, bandwidth=bandwidth, latency=latency, gamma=gamma)
     one, other = cost_terms(short, ranks), cost_terms(long, ranks)
@@ -115,7 +115,7 @@ def crossover(
 def fastest_algorithm(
     size: float, ranks: int, *, bandwidth: float, latency: float, gamma: float = 0.0, operation: str = "all_reduce"
 ) -> str:
-    """Return the algorithm that takes the shortest time for this size; of equals the first in the table."""
+    """Return which algorithm whose name ends with `operation` is the fastest; of equals the first of `ALGORITHMS`."""
     names = [name for name in ALGORITHMS if name.endswith(operation)]
     if not names:
         raise ValueError(f"operation={operation!r}: no algorithm's name ends so; they are {', '.join(ALGORITHMS)}")
@@ -125,11 +125,11 @@ def fastest_algorithm(
 
 @dataclass(frozen=True)
 class Line:
-    """A line through some of the points.
+    """A line fitted to points.
 
     Attributes:
-        latency: α in seconds: where the line meets S = 0. A line over large sizes only may meet it below 0.
-        seconds_per_byte: 1/W.
+        latency: α in seconds: where the line meets S = 0, which may be below 0.
+        seconds_per_byte: 1/W; not above 0 where the time does not grow with the size.
         first: Smallest size that it was fitted to, in bytes.
         residuals: t_fit/t - 1 of each point, in order of size.
     """
@@ -151,7 +151,7 @@ class Line:
         return max(map(abs, self.residuals))
 
     def seconds(self, size: float) -> float:
-        """Return α + S/W."""
+        """Return the line's time at a size."""
         return self.latency + size * self.seconds_per_byte
 
 
@@ -196,7 +196,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 def fit_pieces(sizes: Sequence[float], seconds: Sequence[float], pieces: int) -> Pieces:
     """Return the best lines over consecutive ranges of sizes; where the ranges end is fitted too.
 
-    All ways to cut are compared, by dynamic programming: best(k lines up to point j) is the least over i of
+    All ways to cut are compared, by dynamic programming: best(k lines up to size j) is the least over i of
     best(k - 1 lines up to i) + error of one line from i to j. Every range has at least two different sizes.
 
     Args:
@@ -237,7 +237,7 @@ def _sorted(sizes: Sequence[float], seconds: Sequence[float]) -> list[tuple[floa
 def _fit(points: list[tuple[float, float]]) -> Line:
     weights = [1 / t**2 for _, t in points]
     total = math.fsum(weights)
-    # Around the weighted means the sums stay small, and nothing cancels.
+    # Around the weighted means the sums stay small, and less cancels.
     mean_size = math.fsum(w * s for w, (s, _) in zip(weights, points, strict=True)) / total
     mean_time = math.fsum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
     spread = math.fsum(w * (s - mean_size) ** 2 for w, (s, _) in zip(weights, points, strict=True))
@@ -273,12 +273,11 @@ class Run:
 
 
 def parse_nccl_tests(text: str) -> list[Run]:
-    """Return the lines of a table that a program of nccl-tests has printed.
+    """Return two runs for each line of a table that a program of nccl-tests has printed.
 
     Args:
-        text: The whole output; other lines than the table's are skipped. Lines of old versions,
-            without the columns `redop` or `root`, are understood: size, count, type, perhaps those two, then time,
-            algbw, busbw and #wrong twice.
+        text: The whole output; lines without these columns are skipped: size, count, type, perhaps `redop` and `root`,
+            then time, algbw, busbw and #wrong twice.
     """
     runs = []
     for line in text.splitlines():

@@ -109,7 +109,7 @@ class Topology:
         Args:
             algorithm: One of `ALGORITHMS`, or "hierarchical_all_reduce".
             size: S, the bytes of the whole array.
-            itemsize: Bytes per element; `size` is cut into whole elements.
+            itemsize: Bytes per element; `size` is rounded to whole elements.
         """
         numel = round(size / itemsize)
         if algorithm != "hierarchical_all_reduce":

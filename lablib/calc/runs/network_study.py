@@ -3,13 +3,13 @@
 `labs/scripts/network_study.py` measures, on 4 ranks and 2 hosts, and returns samples: dictionaries with the seconds of
 one repetition each (of a small array, the median of some in a row), from the slowest rank. A sample knows its conditions:
 
-    part          what else it has, beside "seconds" and "turn" (its repetition)
+    part          what else it has, beside "seconds", "turn" (its repetition) and "card_bytes" (what left a host)
     "link"        where, rate, bytes: one round in which each rank that takes part sends and receives so many bytes;
                   "inside" are two ranks of a host, "across" two of different hosts, "ring" all ranks
     "all-reduce"  rate, algorithm, bytes
     "ddp"         rate, variant, micro_batches, ranks, gradient_bytes, buckets (bytes as sent), bytes_across, forward and
                   backward
-    "placement"   rate, layout, bytes_across (leaving a host in a step, by the formula)
+    "placement"   rate, layout, bytes_across (leaving a host in a step, by the formula), loss
 
 A rate is text, such as "500 Mb/s", or None for a link that is not throttled. Weak scaling efficiency is T_1/T_n, with T_1 a
 step without communication on one rank while the others take theirs, because here they share one machine's processors.
@@ -71,11 +71,11 @@ class StudySettings:
     batch: int = 8
 
 
-#: What a variant changes, in the order of the table.
+#: DDP as it is, and what else is compared with it.
 STUDY_VARIANTS = ("buckets", "one bucket", "accumulate", "bf16", "hierarchical")
 
 
-#: The layouts; the first has the fewest bytes to send for a model that is large beside its batch.
+#: The layouts; the first sends the fewest bytes across for a model that is large beside its batch.
 STUDY_LAYOUTS = ("pp across, dp inside", "tp inside, dp across", "dp over all", "tp across, dp inside")
 
 
@@ -85,9 +85,9 @@ def link_bandwidth(rate: str | None) -> float:
 
 
 def payload(card_bytes: float) -> float:
-    """Return about how many bytes of data a throttled network card has sent: without headers, with acknowledgements.
+    """Return about how many bytes of data a network card has sent: without headers, with acknowledgements.
 
-    A card that is not throttled hands over pieces of up to 64 KiB with one header each, and counts them so.
+    On a wide link a card may send pieces of up to 64 KiB with one header each and count them so: then it is too few.
     """
     return tcp_bandwidth(card_bytes)
 
@@ -102,7 +102,7 @@ def seconds_of(samples: Iterable[Sample], **conditions: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Latency and bandwidth of exchanges inside, across or round the ring, fitted to many sizes."""
+    """Latency and bandwidth of exchanges inside, across or round the ring, fitted to the medians of all sizes."""
 
     where: str
     rate: str | None
@@ -127,8 +127,8 @@ class Cluster:
 
     Attributes:
         links: Bandwidth inside and across, one network card a host; no latency.
-        pair: α of a round in which two ranks exchange a message.
-        ring: α of a round in which all ranks send one: they share one machine's processors, so it takes longer.
+        pair: α of a round in which two ranks exchange a message, at least 0.
+        ring: α of a round in which all ranks send one, at least 0: they share one machine's processors.
     """
 
     links: Topology
@@ -136,7 +136,7 @@ class Cluster:
     ring: float
 
     def seconds(self, algorithm: str, size: int, itemsize: int = 4) -> float:
-        """Return the time of a collective: for each round its latency, and the bytes through the busiest port."""
+        """Return a collective's time: each round's bytes over `links`, and `pair`, or `ring` from 3 messages on."""
         numel, ranks = round(size / itemsize), self.links.ranks
         if algorithm == "hierarchical_all_reduce":
             todo = hierarchical_rounds(numel, ranks, self.links.ranks_per_node)
@@ -155,7 +155,7 @@ def two_hosts(samples: Sequence[Sample]) -> Cluster:
 
 @dataclass(frozen=True)
 class AllReduceRow:
-    """One algorithm at one size of S bytes; seconds, predicted from the fitted link."""
+    """One algorithm at one size in bytes: its seconds, predicted from the exchanges and measured."""
 
     algorithm: str
     bytes: int
@@ -165,7 +165,7 @@ class AllReduceRow:
 
 
 def all_reduce_rows(samples: Sequence[Sample]) -> list[AllReduceRow]:
-    """Return every algorithm at every size, predicted by the exchanges of the same study and measured."""
+    """Return every algorithm at every size of a study, by name and size."""
     cluster, rows = two_hosts(samples), []
     pairs = dict.fromkeys((s["algorithm"], s["bytes"]) for s in samples if s["part"] == "all-reduce")
     for algorithm, size in sorted(pairs):
@@ -197,7 +197,7 @@ class ScalingRow:
     """DDP at one rate of the link.
 
     Attributes:
-        compute: Seconds of a step without communication, by which an efficiency divides.
+        compute: Seconds of a step without communication; an efficiency is this over the step's.
     """
 
     rate: str | None
@@ -211,7 +211,7 @@ class ScalingRow:
 
 
 def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
-    """Return DDP's step at every rate of the study, the widest link first."""
+    """Return DDP's step at every rate at which the study has it, the widest link first."""
     steps = [s for s in samples if s["part"] == "ddp" and s["variant"] == "buckets"]
     rows = []
     for rate in dict.fromkeys(s["rate"] for s in steps):
@@ -225,7 +225,7 @@ def scaling_rows(samples: Sequence[Sample]) -> list[ScalingRow]:
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """One way to spend less on communication, at one rate; seconds are of one micro-batch.
+    """One variant of DDP's step, at one rate; seconds are of one micro-batch.
 
     Attributes:
         bytes_across: Bytes that leave a host for each micro-batch.
@@ -263,7 +263,7 @@ def predicted_ddp_step(samples: Sequence[Sample], sample: Sample) -> DDPStep:
     computing = [s for s in samples if s["part"] == "ddp" and s["variant"] == "compute"]
     forward, backward = (median(s[half] for s in computing) for half in ("forward", "backward"))
     buckets = sample["buckets"]
-    # An all-reduce is as slow as a flat ring would be on the bytes that it lets cross the link.
+    # An all-reduce is taken to be as slow as a flat ring that lets as many bytes cross the link.
     flat = ring_all_reduce_bytes(sum(buckets), sample["ranks"])
     share = sample["bytes_across"] / flat
     return ddp_step_time(
@@ -285,8 +285,8 @@ class PlacementRow:
     Attributes:
         bytes_across: Bytes that leave a host in a step, by the formula.
         counted: The same, counted by the network card, without what headers take.
-        predicted: What those bytes take at least, bytes_across / W, and the step's time on the link that is not
-            throttled, one after the other. What overlaps makes the step shorter, but never shorter than the first.
+        predicted: What those bytes take, bytes_across / W, and the step's time on the link that is not throttled, one
+            after the other. What overlaps makes the step shorter.
     """
 
     layout: str

@@ -5,10 +5,10 @@
     log.calls            # Counter({'all_reduce': 3})
     log.ring_bytes_sent()
 
-Every call of `torch.distributed`, of functional collectives (DTensor) and of PyTorch's own wrappers
-(DistributedDataParallel's C++ reducer, FSDP2, pipeline stages) ends in an operator of the dispatcher, and a
-TorchDispatchMode sees all of them, in backward too.
-Two things stay out: barriers, which carry no data, and what another Python thread sends, since a mode
+Calls of `torch.distributed`, of functional collectives (DTensor) and of PyTorch's own wrappers
+(DistributedDataParallel's C++ reducer, FSDP2, pipeline stages) end in operators of the dispatcher, and a
+TorchDispatchMode sees them, in backward too; those in `_OPERATORS` are recorded.
+Barriers, which carry no data, stay out, and so does what another Python thread sends, since a mode
 belongs to its thread; open `record_comms(log)` in that thread to count it in the same log.
 """
 
@@ -358,7 +358,7 @@ def detailed_group(timeout: float = 60.0) -> dist.ProcessGroup:
 
 
 def debug_messages(work: Callable[[dist.ProcessGroup], object], ranks: int = 2) -> list[str]:
-    """Call `work(group)` on every rank with a detailed group, and return what each was told; "" where all is well."""
+    """Call `work(group)` on every rank with a detailed group, and return each one's RuntimeError, or "" if none."""
     return run_ranks(_error_text, ranks, work)
 
 

@@ -1,19 +1,19 @@
-"""Every collective from send and receive: the names in one place, and which algorithm is for what.
+"""Collectives from send and receive: the names in one place, and which algorithm is for what.
 
-    name                            steps               bytes a rank sends       for
+    all-reduce                      steps               bytes a rank sends       for
     ring_all_reduce                 2(n-1)              2(n-1)/n · S             long messages
     halving_doubling_all_reduce     2 log2 n            2(n-1)/n · S             long messages, n a power of two
     recursive_doubling_all_reduce   log2 n              log2 n · S               short messages, n a power of two
     tree_all_reduce                 2 ⌈log2 n⌉          up to ⌈log2 n⌉ · S        short messages, any n
-    naive_all_reduce                2(n-1)              rank 0: (n-1) · S        nothing: what not to do
+    naive_all_reduce                2(n-1)              S, rank 0: (n-1) · S     comparison
     hierarchical_all_reduce         2(g-1) + 2(n/g-1)   across nodes: 2(n/g-1)/(n/g) · S/g   nodes of g ranks
 
-Read `ring` first; its `Wire` sends and counts. `tree` has the algorithms of few rounds, `hierarchy` what
-knows about nodes, and all-to-all. Each has the idea and its source; `lablib.calc.communication.algorithms` has the exact counts.
+Where chunks are not equally long the bytes are means over the ranks; `lablib.calc.communication.algorithms` has the
+exact counts. Read `ring` first; its `Wire` sends and counts. `tree` has broadcast, reduce and the other all-reduces of
+one group, `hierarchy` what knows about nodes, and all-to-all.
 
-Tensors have any shape, the same on all ranks. A ValueError refuses one that is not contiguous, before anything is sent.
-`group` is the process group, None for all ranks, and a root is a rank in it. Every collective returns the `Traffic` that
-this rank sent, the hierarchical one inside and across.
+A ValueError refuses a tensor that is not contiguous before anything is sent. `group` is the process group, None for all
+ranks, and a root is a rank in it. A collective returns the `Traffic` that this rank sent, the hierarchical one two.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """An all-reduce that knows about nodes, and all-to-all.
 
-Most bytes of an all-reduce should stay on the fast links inside a node, and few cross the slow ones. With g ranks a
-node, each rank's share of a node's sum is S/g bytes, and only that leaves the node:
+Few bytes of an all-reduce should cross the slow links between nodes. With g ranks a node, each rank has S/g bytes of
+its node's sum, and only those are added up across nodes:
 
     reduce-scatter inside   rank i of every node has chunk i of its node's sum
     all-reduce across       the ranks i of all nodes add their chunks up; g such rings run side by side
     all-gather inside       every rank gets the other chunks
 
 In step k of the all-to-all every rank sends to the rank k places to its right and receives from the one k places to its
-left: nobody gets two messages at once, and every piece goes straight to where it belongs.
-
-Paper: Thakur, Rabenseifner and Gropp 2005.
+left: nobody takes two messages at once, and every piece goes straight to where it belongs. Its paper: Thakur,
+Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class NodeGroups(NamedTuple):
 
 
 class NodeTraffic(NamedTuple):
-    """Bytes that one rank sent to its own node, and to others."""
+    """What one rank sent to its own node, and to others."""
 
     inside: Traffic
     across: Traffic
 
 
 def node_groups(ranks_per_node: int) -> NodeGroups:
-    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks, once."""
+    """Return this rank's groups when node k has the ranks k·g to (k+1)·g - 1. Call it on all ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks")
@@ -67,7 +66,7 @@ def node_groups(ranks_per_node: int) -> NodeGroups:
 def hierarchical_all_reduce(tensor: Tensor, groups: NodeGroups) -> NodeTraffic:
     """Replace the tensor by its sum over all ranks of all nodes.
 
-    Inside a rank sends 2(g-1)/g · S bytes, across 2(m-1)/m · S/g for m nodes.
+    Inside a rank sends 2(g-1)/g · S bytes on average, across 2(m-1)/m · S/g for m nodes.
     """
     row, place = flat(tensor), Wire(groups.inside).rank
     own = chunks(row, dist.get_world_size(groups.inside))[place]

@@ -1,8 +1,8 @@
 """Ring reduce-scatter, all-gather and all-reduce from send and receive.
 
-n ranks stand in a ring and the array is cut into n chunks. In every step each rank sends one chunk to its right
-neighbour and receives one from its left: all links are busy all the time, and no rank sends a number twice that it
-could have added first. That is why a ring sends as little as is possible.
+n ranks stand in a ring and the array is cut into n chunks, some of them empty if it is short. In every step each
+rank sends one chunk to its right neighbour while it receives one from its left. Where n does not divide the array, the
+bytes below are means over the ranks.
 
     reduce-scatter   the chunk that arrives is added to this rank's own, and the sum goes on: n - 1 steps
     all-gather       the chunk that arrives is kept, and goes on as it is: n - 1 steps
@@ -24,9 +24,9 @@ def ring_reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup 
     """Add the inputs of all ranks up and leave chunk r of the sum on rank r: (n-1)/n · S bytes sent.
 
     Args:
-        output: This rank's chunk, `input.numel() / n` elements; where that is no whole number, the first ranks have
-            one element more.
-        input: The unsharded array, contiguous; not changed.
+        output: This rank's chunk, `input.numel() / n` elements; where that is no whole number, it is rounded, up on
+            the first ranks.
+        input: The unsharded array; not changed, unless `output` lies in it.
     """
     wire, own = Wire(group), flat(output)
     pieces = chunks(flat(input).clone(), wire.size)  # where the sums grow
@@ -40,7 +40,7 @@ def ring_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | No
     """Put the inputs of all ranks one after the other on every rank: (n-1)/n · S bytes sent.
 
     Args:
-        input: This rank's chunk of it, cut as in `ring_reduce_scatter`; may be the view inside `output`.
+        input: This rank's chunk of `output`, cut as in `ring_reduce_scatter`; may be the view of it.
     """
     wire = Wire(group)
     pieces = chunks(flat(output), wire.size)
@@ -60,7 +60,7 @@ def ring_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
 
 
 def _reduce_scatter(wire: Wire, pieces: list[Tensor]) -> None:
-    """In step k chunk r - 1 - k leaves rank r, and chunk r - 2 - k arrives and is added: the last one is chunk r."""
+    """In step k chunk r - 1 - k mod n leaves rank r, and r - 2 - k arrives and is added: the last one is chunk r."""
     n, r = wire.size, wire.rank
     theirs = torch.empty_like(pieces[0])  # chunk 0 is as long as any
     for step in range(n - 1):
@@ -71,7 +71,7 @@ def _reduce_scatter(wire: Wire, pieces: list[Tensor]) -> None:
 
 
 def _all_gather(wire: Wire, pieces: list[Tensor]) -> None:
-    """In step k chunk r - k leaves rank r, and chunk r - 1 - k arrives where it belongs."""
+    """In step k chunk r - k mod n leaves rank r, and r - 1 - k arrives where it belongs."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         leaving, arriving = pieces[(r - step) % n], pieces[(r - 1 - step) % n]
@@ -106,8 +106,7 @@ class Wire:
     ) -> None:
         """Take one step: send one tensor, receive another, and wait for both. Either may be missing or empty.
 
-        Both start together. One after the other they would be a deadlock when all ranks send first, and NCCL needs
-        them in one call.
+        Both start together. One after the other they may be a deadlock when all ranks send first.
         """
         ops, messages, sent = [], 0, 0
         if receive is not None and receive.numel():

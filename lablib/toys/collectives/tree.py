@@ -1,18 +1,18 @@
-"""All-reduce in few rounds: along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm).
+"""All-reduce along a tree, by recursive doubling, by halving and doubling (Rabenseifner's algorithm), through rank 0.
 
-A binomial tree counts ranks from the root. In round k of a broadcast the 2^k ranks that have the data send it to the
-next 2^k. A reduction is the same tree, walked from the leaves to the root. In round k of the other two every rank meets
-the rank whose number differs from its own in bit k:
+A binomial tree counts ranks from the root. In round k of a broadcast the first 2^k ranks have the data and send it to
+the next 2^k, as far as there are any. A reduction is the same tree, walked from the leaves to the root. If n = 2^p,
+every rank meets, in rounds k = 0 to p - 1 of the next two, the rank whose number differs from its own in bit k:
 
-    recursive doubling   both send all they have and add: log2(n) messages of S bytes. Few messages, many bytes.
+    recursive doubling   both send all they have and add: p messages of S bytes.
     halving-doubling     both send the half that the other one keeps, then a quarter of the array, and so on, until
-                         each has one finished chunk; the same way back collects the chunks: 2 log2(n) messages,
-                         and the ring's 2(n-1)/n · S bytes.
+                         each has one finished chunk; the same way back collects the chunks: 2p messages,
+                         and the ring's 2(n-1)/n · S bytes on average.
 
-Where n is no power of two, the first 2·(n - power) ranks pair up: the even ones hand their array to the odd ones,
-wait, and get the result.
+Where n lies between 2^p and 2^(p+1), the first 2·(n - 2^p) ranks pair up: the even ones hand their array to the odd
+ones, wait, and get the result.
 
-Paper: Thakur, Rabenseifner and Gropp 2005, section 4.
+Paper: Thakur, Rabenseifner and Gropp 2005.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lablib.toys.collectives.ring import Wire, chunks, flat
 
 
 def naive_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks: rank 0 receives all arrays in turn, and sends the sum to all.
+    """Replace the tensor by its sum over the ranks: rank 0 receives the others in turn, and sends the sum to each.
 
-    Every byte passes through rank 0: 2(n-1) steps of S bytes, while the other ranks wait.
+    Every byte passes through rank 0: 2(n-1) steps of S bytes, in each of which one other rank takes part.
     """
     row, wire = flat(tensor), Wire(group)
     theirs = torch.empty_like(row) if wire.rank == 0 else None
@@ -73,7 +73,7 @@ def tree_reduce(tensor: Tensor, root: int = 0, group: dist.ProcessGroup | None =
     """Leave the sum over the ranks on the root, in ⌈log2 n⌉ rounds; the others keep sums of a part of the ranks."""
     row, wire = flat(tensor), Wire(group)
     place, theirs = _place(wire, root), None
-    for left in reversed(_powers(wire.size)):  # afterwards the places below `left` have everything
+    for left in reversed(_powers(wire.size)):  # afterwards the places below `left` have everything between them
         if left <= place < 2 * left:
             wire.exchange(send=row, to=(place - left + root) % wire.size)
         elif place < left and place + left < wire.size:
@@ -106,7 +106,7 @@ def _place(wire: Wire, root: int) -> int:
 
 
 def recursive_doubling_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Traffic:
-    """Replace the tensor by its sum over the ranks; in each round everybody sends the whole array.
+    """Replace the tensor by its sum over the ranks; whoever sends in a round sends the whole array.
 
     Two ranks that meet add the same two numbers, so all ranks end with the same bits.
     """
