@@ -151,7 +151,7 @@ class Cluster:
                 f"--rdzv-endpoint={address(0)}:{_PORT}",
                 "--rdzv-id=cluster",
             ]
-            # Host 0 keeps the store. Left to itself, torchrun looks its own name up, which no host here has.
+            # Host 0 keeps the store. Left to itself, torchrun goes by the machine's name, which all hosts here share.
             words += [
                 f"--rdzv-conf=is_host={int(host == 0)}",
                 f"--local-addr={address(host)}",
@@ -180,7 +180,7 @@ class Cluster:
         with tempfile.TemporaryDirectory(prefix="cluster-") as name:
             folder = Path(name)
             (folder / "call").write_bytes(pickle_call(fn, args))
-            # torchrun has loaded torch already: ranks that it forks off itself start seconds earlier than new ones.
+            # torchrun has loaded torch already: ranks that it forks off itself start sooner than new ones.
             job = ("--run-path", "--start-method=fork", __file__, name)
             try:
                 self._torchrun(

@@ -402,7 +402,7 @@ FORMULAS = (
         "{ms:,.1f} ms for {s:,} tokens a rank", called={"S": "tokens"}),
     Formula("eq-10-busbw", "busbw of an all-reduce", "n; S; t: measured seconds",
         lambda n, S, t: bus_bandwidth("all_reduce", S, n, t), "{GB:.0f} GB/s where the gradients take {t:.3f} s"),
-    Formula("eq-10-switch", "Bytes of a rank if the switch adds", "n; S",
+    Formula("eq-10-switch", "Bytes of a rank with NVLS", "n; S",
         lambda n, S: in_switch_all_reduce_bytes(S, n), "{GB:.1f} GB on {n} GPUs"),
     Formula("eq-10-chance", "Chance that one of n is late", "n; p: chance of a given rank",
         lambda n, p: chance_of_any(n, p), "{:.1%} for p = {p}"),

@@ -1,7 +1,7 @@
 """Ranks that take turns: threads that run one at a time, so that a check plays always the same way.
 
 A rank runs until it calls `pause`, and goes on when it is the first that can. So any order of events can be played,
-and it is seen at once when all ranks wait for each other. It backs the checks of a checkpoint and of a ring.
+and it is seen at once when all ranks wait for each other. It backs the checks of a checkpoint and of all-reduces.
 """
 
 from __future__ import annotations
