@@ -124,7 +124,7 @@ def _borrowed(answer: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def _drawn(ranks: int, numel: int, base: int) -> tuple[list[int], Tensor, list[Tensor]]:
-    """Return the power of the base on each rank, each element's unit, and the rows: no rank knows what the others hold."""
+    """Return the power of the base on each rank, each element's unit, and the rows, their products."""
     places, units = NEW.sample(range(ranks), ranks), torch.tensor(NEW.choices(range(-99, 100, 2), k=numel)).double()
     return places, units, [float(base) ** place * units for place in places]
 

@@ -195,7 +195,7 @@ def exchanges(
 def all_reduces(
     rate: str | None, sizes: Sequence[int], groups: NodeGroups, *, turns: int
 ) -> list[Sample]:
-    """Time every algorithm of `ALGORITHMS` over all ranks; they take turns within each round."""
+    """Time every algorithm of `ALGORITHMS` over all ranks; in each turn one after the other."""
     samples = []
     for size in sizes:
         x = torch.zeros(size // 4)
