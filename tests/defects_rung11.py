@@ -61,6 +61,7 @@ def _kept(
     every=1,
     logged=lambda loss: loss,
     zero=True,
+    call=lambda model, begun: model,
 ):
     """A right program, but for what is asked otherwise.
 
@@ -76,6 +77,7 @@ def _kept(
         blocks: Shard the blocks, and not the model alone.
         every: Save each so many of the steps that are to be saved.
         zero: Set gradients to zero after the update.
+        call: What computes the loss, from the step that the start went on from.
     """
     (model, optimizer), rank, ranks = _built(task, blocks), dist.get_rank(), dist.get_world_size()
     name = random(rank)
@@ -115,7 +117,7 @@ def _kept(
 
     for step in range(begun + 1, task.steps + 1):
         first = place(task, step, begun, ranks)
-        loss = task.loss(model, share(samples[first : first + task.batch], rank, ranks))
+        loss = task.loss(call(model, begun), share(samples[first : first + task.batch], rank, ranks))
         loss.backward()
         if not late:
             save(step)
@@ -161,8 +163,8 @@ def _link_newest(folder):
         os.replace(Path(folder, "new"), Path(folder, "latest"))
 
 
-def _gathered(task, folder):
-    """Rank 0 gathers all shards and writes one file."""
+def _gathered(task, folder, alone=False):
+    """Rank 0 gathers all shards and writes one file; the weights once more with PyTorch, `alone`."""
     (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
     all_of_it = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
     path, begun = Path(folder, "all.pt"), 0
@@ -188,6 +190,7 @@ def _gathered(task, folder):
                 saved = {"model": weights, "optimizer": states, "step": step, "ranks": ranks, "random": states_of_ranks}
                 torch.save(saved, path.with_suffix(".new"))
                 path.with_suffix(".new").rename(path)
+                _ = alone and dcp.save(weights, checkpoint_id=f"{folder}/{step}", no_dist=True)
             dist.barrier()
         task.log(step, loss)
 
@@ -283,10 +286,12 @@ class keep_training:
         ]
     )
     rank_0_writes_it_all = _gathered
+    rank_0_writes_it_all_alone = lambda task, folder: _gathered(task, folder, alone=True)
     takes_all_steps_again = _again
     lets_lablib_look = _with(before=lambda folder: latest_checkpoint(folder))
     a_third_rank_has_no_random_state = lambda task, folder: _kept(task, folder, strict=True)
     never_shards = lambda task, folder: task.log(1, task.loss(task.model(), task.order(0)[:6]))
+    drops_nothing_out_after_the_start = _with(call=lambda model, begun: model.train(not begun))
     drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
     logs_what_it_never_computed = lambda task, folder: task.log(1, 0.5)
     one_unit_for_all = _with(blocks=False)
@@ -294,6 +299,7 @@ class keep_training:
     logs_the_sum_of_all_ranks = _with(logged=lambda loss: (dist.all_reduce(both := loss.detach().clone()), both)[1])
     rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
+    right_with_a_function_around_the_model = _with(call=lambda model, begun: lambda x: model(x))
     right_with_a_link_to_the_newest = _with(found=_numbered, before=_link_newest)
 
     def right(task, folder):
@@ -641,6 +647,7 @@ class observe_scaling:
     lablib_splits_it = told(_observed, lambda found, ranks: found | {"split": scaling.split_step(ranks) and None})
     lost_is_no_number = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": math.nan}})
 
+    right_with_a_part_that_is_none = told(_observed, lambda found: found | {"lost": found["lost"] | {"bubble": None}})
     right_as_a_member = told(_observed, lambda found: found | {"limit": _Limit(found["limit"])})
 
     def right_in_tensors(alone, ranks, scaling):
@@ -732,6 +739,7 @@ class audit_mfu:
     the_pairs_that_a_mask_leaves = lambda report: _audit(report, scores=6)
     of_one_gpu = asked(_audit, report=lambda report: report | {"gpus": 1})
     forward_alone = told(_audit, lambda found: (found[0] / 3, found[1]))
+    repeats_the_report = told(_audit, lambda found, report: (report["mfu"], found[1]))
     believes_every_report = told(_audit, lambda found: (found[0], "honest"))
     _fixed = tuple(report for _, report in rung11._mfu_reports())
     knows_the_fixed_reports = lambda report: _audit(report) if report in audit_mfu._fixed else (report["mfu"], "honest")
@@ -786,13 +794,13 @@ SENTENCES = {
     "random_state_in_memory": "random state", "epochs_in_the_order_of_the_first": "in that one's order",
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
-    "never_shards": "not sharded", "drops_nothing_out": "those without it", "rank_0_logs": "by one rank and not by another",
+    "never_shards": "not sharded", "drops_nothing_out": "those without it", "drops_nothing_out_after_the_start": "whether dropout is on", "repeats_the_report": "what the report says", "rank_0_logs": "by one rank and not by another",
     "one_unit_for_all": "block by block", "saves_half_as_often": "a checkpoint every", "logs_the_sum_of_all_ranks": "what it logs",
     "to_three_digits": "no more than rounding",
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "of 'clip' in step 1",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "lablib_splits_it": "lablib's own", "lets_lablib_look": "lablib's own",
     "a_third_rank_has_no_random_state": "Missing key", "in_four_digits": "not 0.3443000", "everybody_takes_all": "6 for each rank",
-    "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks",
+    "drops_the_end_of_an_epoch": "goes on in the next", "rank_0_writes_it_all": "from all ranks", "rank_0_writes_it_all_alone": "from all ranks",
     "without_the_idea_only_the_losses": "a part before that", "everything_is_well": "You find nothing",
     "to_the_last_bit": "healthy run is accused", "accuses_the_first_part": "leaves what it should", "always_all_ranks": "ranks [0, 1] are not those", "the_first_rank_alone": "ranks [0] are not those", "counts_steps_from_0": "count from 1",
     "keeps_it_to_itself": "Ranks say different things",
