@@ -88,6 +88,7 @@ class apply_fsdp:
     router_summed_in_bf16 = lambda *case: _wrap(*case, full=MixedPrecisionPolicy(torch.float32, torch.bfloat16))
     norm_ignored = lambda m, mesh, *_: fully_shard(m, mesh=mesh, ignored_params={_parts(m)[-2].weight}) and None
     a_block_unreduced = lambda *case: [_wrap(*case), _parts(case[0])[1].set_requires_gradient_sync(False)][0]
+    a_root_never_freed = lambda *case: [_wrap(*case), case[0].set_reshard_after_backward(False, recurse=False)][0]
     no_policy = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy())
     sums_in_bf16 = lambda *case: _wrap(*case, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     router_in_bf16 = lambda model, mesh, most, fp32: _wrap(model, mesh, most, ())
@@ -454,6 +455,11 @@ class choose_wrapping:
     ignores_the_budget = asked(_choose, budget=10**12)
     half_of_the_budget_is_enough = asked(_choose, budget=lambda budget: budget // 2)
 
+    _FEWEST = ((99, False), (8, False), (4, False), (2, False), (4, True), (2, True), (1, False), (1, True))
+    fewest_units_that_fit = lambda parts, tied, budget, price: next(
+        (e for size, r in choose_wrapping._FEWEST if price(*(e := (_units(parts, tied, size), r)))[0] <= budget), None
+    )
+
     def tables_alone(parts, tied, budget, price):
         return {"units": [["embed", "head"]] if tied else [["embed"], ["head"]], "reshard": True}
 
@@ -520,7 +526,7 @@ SENTENCES = {
     "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "Among them",
     "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "FSDP neither shards",
     "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
-    "no_call_for_the_model": "comes last", "norm_ignored": "nor reduces it (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
+    "no_call_for_the_model": "comes last", "norm_ignored": "nor reduces it (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "a_root_never_freed": "is still gathered when", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
     "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
     "cast_before": "master weights", "half_kept": "not freed after", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
     "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",
@@ -547,7 +553,7 @@ SENTENCES = {
     "without_the_idea_of_one_unit": "waits for the latency",
     "without_the_idea_of_a_large_part": "too large a unit", "without_the_idea_of_overlap": "Small units, freed",
     "without_the_idea_eight_of_a_list": "unseen", "without_the_idea_tries_everything": "each is a run",
-    "without_the_idea_one_recipe": "a wrapping with room", "fewest_messages": "room to keep",
+    "without_the_idea_one_recipe": "a wrapping with room", "fewest_messages": "room to keep", "fewest_units_that_fit": "Smaller units are",
     "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "and the root throughout",
     "mlps_alone": "and the root throughout", "one_unit_is_freed": "Of what fits",

@@ -204,7 +204,8 @@ def _shard_and_step(answer: Callable[..., Any], made: Model) -> dict[str, Any]:
         "dtypes": dtypes,
         "gathers": log.calls["all_gather"],
         "units": log.calls["reduce_scatter"],
-        "bare": [name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.grad is None],
+        "kept": (kept := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]),
+        "bare": [name for name, p in model.named_parameters() if p.grad is None and name not in kept],
         "reduced": sum(e.bytes for e in log.events if e.op == "reduce_scatter") / right.numel(),  # bytes a value
         "more": (more := sum(g.numel() for g in got) - right.numel()),
         "off": more or ((torch.cat([g.flatten() for g in got]) - right).norm() / right.norm()).item(),
@@ -270,6 +271,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
          "needs a unit of its own with another policy, made before the one around it", wrong and wrong[0] in made.fp32),
         (lambda: f"{wrong[0]} is gathered in {seen['dtypes'][wrong[0]]}: `param_dtype` of "
          "a MixedPrecisionPolicy makes it bf16 on the way", wrong),
+        (lambda: f"{seen['kept'][0]} is still gathered when backward ends: the next step computes with these weights", seen["kept"]),
         (lambda: f"{seen['bare'][0]} has no gradient when backward ends: a step has to reduce it over all ranks", seen["bare"]),
         (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`", seen["reduced"] < 4),
         (f"{wide}Everything is: a unit is what is gathered together, and here it is the model",
@@ -806,7 +808,7 @@ def _judge_choice(name: str, made: Situation, got: tuple[Units, bool] | None) ->
         least = made.cost(made.wrapping(*best[:2]), best[2])[1]
         if seconds > _SLOWER * least:
             case = f"{case}, take {seconds:,.0f} s, and {least:,.0f} s are possible"
-            _explain_time(case, made, len(units), reshard, best, least)
+            _explain_time(case, made, units, reshard, best, least)
 
 
 _TABLES = "The tables in the root are unsharded throughout, and their gradients are reduced last: make them units"
@@ -841,15 +843,18 @@ def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> 
     )
 
 
-def _explain_time(case: str, made: Situation, count: int, reshard: bool, best: tuple, least: float) -> NoReturn:
-    freed = [cost[1] for each, cost in made.candidates().items() if each[2] and cost[0] <= made.budget]
-    fewer = len(made.wrapping(*best[:2])) or 1  # the whole model as a unit is not small
+def _explain_time(case: str, made: Situation, units: Units, reshard: bool, best: tuple, least: float) -> NoReturn:
+    fit = {each: seconds for each, (held, seconds) in made.candidates().items() if held <= made.budget}
+    freed, mine = min((fit[each] for each in fit if each[2]), default=math.inf), made.cost(units, reshard)[1]
+    count, tables = len(units) or 1, "ends" if ["embed"] in units else "root"  # the whole model as a unit is not small
+    faster = [(seconds, n) for (ends, size, free), seconds in fit.items() if free == reshard and _SLOWER * seconds < mine
+              and (1 in (count, n := len(made.wrapping(ends, size)) or 1) or ends == tables)]  # fmt: skip
+    n = min(faster, default=(0, count))[1]  # of those that have units of another size, and nothing else
     refuse(
         "",
         (f"{case}. There is a wrapping with room to keep what forward has gathered: then backward gathers nothing again",
-         reshard and not best[2] and min(freed, default=math.inf) > _SLOWER * least),
-        (f"{case}. Larger units are faster: fewer waits for the latency, more computing beside each message", count > fewer),
-        (f"{case}. What is gathered at once overlaps with nothing, since nothing runs before it has arrived: smaller units "
-         "travel while others compute", count < fewer),
+         reshard and not best[2] and freed > _SLOWER * least),
+        (f"{case}. Larger units are faster: fewer waits for the latency, more computing beside each message", n < count),
+        (f"{case}. Smaller units are faster: the first arrives sooner, and others travel while it computes", n > count),
         (f"{case}. Of what fits, take the fastest", True),
     )  # fmt: skip
