@@ -35,7 +35,7 @@ def on_ranks(work: Callable[..., Any], ranks: int, *args: Any, patience: float =
         who = f"rank {late.ranks[0]}" if len(late.ranks) == 1 else f"ranks {', '.join(map(str, late.ranks))}"
         raise Wrong(
             f"After {patience:.0f} s {who} had not come back: a collective waits until every rank of the group calls it, "
-            "in the same order; a recv waits for its send."
+            "in the same order; a recv waits for its send. On a busy machine, ask once more."
         ) from None
     except RankError as error:
         ends = re.search(r"(?m)^\S.*", re.split(r"(?m)^  File .*", error.traceback)[-1])  # its text may have more lines
