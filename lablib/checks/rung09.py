@@ -785,8 +785,8 @@ def _read_part(got: Any) -> tuple[int, str] | None:
 
 _PASSED_OVER = {
     "own": "The replay of one rank makes other values than forward did, so its gradients belong to another loss",
-    "later": "One rank's replay reads a value that the second micro-batch has changed since forward: run both before backward, "
-    "as the job does",
+    "later": "One rank's replay reads a value that the second micro-batch has changed since forward: with both forward before "
+    "backward, as in the job, the first one's replay shows it",
     "twice": "One rank's gradients are right, and what a step leaves behind beside them is not: compare buffers with those of "
     "the model without checkpoints",
     "held": "One rank's gradients and buffers are right, and its memory is not: weigh what is alive when forward has ended",
