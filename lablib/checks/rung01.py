@@ -127,7 +127,6 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
     ]  # fmt: skip
     rows = [(case, answer(*case), right(*case)) for case in cases]
     if wrong := [row for row in rows if not close(row[1], row[2], rel=0.006 / row[2])]:  # two decimals are fine
-        slips = [slip for slip in slips if all(close(got, slip[1](*case)) for case, got, _ in rows)]  # right ones too
         name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
     if any(name.startswith(_COUNTING) for name in getattr(answer, "called", ())):
         raise Wrong("The numbers are right, and lablib has added them up: add the four parts yourself.")

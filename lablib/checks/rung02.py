@@ -520,7 +520,8 @@ def _by(sentence: str, mistaken: Callable[[SimpleNamespace], float]) -> Slip:
 _REVERSED = "The other way round: exposed is what communication has more than backward"
 _BOTTLENECK_SLIPS: dict[str, list[Slip]] = {
     "bytes_sent": [
-        _by("A rank sends more than the gradient once: 2(n-1)/n times, nearly twice", lambda t: t.size),
+        *(_by("A rank sends more than the gradient once: 2(n-1)/n times, nearly twice",
+              lambda t, least=least: t.size * (t.ranks >= least)) for least in (1, 2)),
         _by("That is one half of an all-reduce; the all-gather sends as much again", lambda t: t.bytes_sent / 2),
         _by("The factor is 2(n-1)/n, and not yet 2; one rank has nobody to send to", lambda t: 2 * t.size),
         _by("Bytes on a ring do not grow with n: a rank sends chunks of 1/n", lambda t: t.bytes_sent * t.ranks),

@@ -3,11 +3,10 @@
 A check gives its cases, the truth and the table. Which mistake it can have been is found here, in the same way for every
 check; another that gives the same answers cannot be told from it, and the verdict says so:
 
-1. the mistake that gives the answer in every case, right cases too, to the digit;
-2. the one that gives it in every case that is wrong, to the digit, then to four digits;
-3. none, because the answer is the same in every case;
-4. none: the smallest wrong case is shown. A mistake that explains a part of the wrong cases is not shown to be the cause,
-   nor are two whose errors add up.
+1. the mistake that gives the answer in every case, right cases too, to the digit, then to four digits;
+2. none, because the answer is the same in every case;
+3. none: the smallest wrong case is shown. A mistake that explains some cases alone is not shown to be the cause, nor are
+   two whose errors add up.
 
 `refuse` is for what one answer shows by itself: the sentence of the first sign that is there.
 `recognize` is for one value: the sentence of the first mistake that gives it.
@@ -72,7 +71,7 @@ def name_the_mistake(
     words: str | Callable[..., str],
     unknown: Callable[[Row], str] | None = None,
 ) -> NoReturn:
-    """Raise `Wrong` with the mistake that explains the answers best, or with the smallest wrong case.
+    """Raise `Wrong` with the mistake that gives all answers, or with the smallest wrong case.
 
     Args:
         rows: All cases.
@@ -81,11 +80,11 @@ def name_the_mistake(
     """
     describe = words.format if isinstance(words, str) else words
     rows, wrong = [Row(*row) for row in rows], [Row(*row) for row in wrong]
-    for explained, rel in ((rows, 1e-9), (wrong, 1e-9), (wrong, 1e-4)):
+    for rel in (1e-9, 1e-4):
         for sentence, mistaken in slips:
             # To four digits a slip may be the truth, and explains nothing then.
             apart = (not alike(row.truth, mistaken(*row.case), rel=rel) for row in wrong)
-            if all(alike(row.given, mistaken(*row.case), rel=rel) for row in explained) and all(apart):
+            if all(alike(row.given, mistaken(*row.case), rel=rel) for row in rows) and all(apart):
                 counted = f"all {len(wrong)} wrong answers" if len(wrong) > 1 else "the wrong answer"
                 raise Wrong(
                     f"{sentence} ({describe(*wrong[0].case)}). This explains {counted}, as another mistake might."
