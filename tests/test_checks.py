@@ -322,10 +322,7 @@ SLIPS = [
             "not one that the check knows. The smallest wrong case: 2 and 5",
         ),
         (lambda x, y: 3 * x + y if x < 9 else 7, "not one that the check knows. The smallest wrong case: 2 and 5"),
-        (
-            lambda x, y: 3 * x + y if x > 2 else 2 * x + y,
-            "not one that the check knows. The smallest wrong case: 3 and 4",
-        ),
+        (lambda x, y: (2 + (x > 2)) * x + y, "not one that the check knows. The smallest wrong case: 3 and 4"),
         (lambda x, y: (2 * x + y) * (1 + 1e-5), "not one that the check knows. The smallest wrong case: 2 and 5"),
         (lambda x, y: 17, "The answer is the same in every case"),
         (
