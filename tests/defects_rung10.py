@@ -136,6 +136,7 @@ class ring_all_reduce:
     sizes_that_were_seen = lambda row, r, n, swap: (n, len(row)) in rung10._CASES and _ring(row, r, n, swap)
     swapped_on_two = lambda row, r, n, swap: (_double if n == 2 else _ring)(row, r, n, swap)
     doubled = lambda row, *rest: (_ring(row, *rest), row.mul_(2))
+    last_chunk_stays = lambda row, r, n, swap: [_ring(chunk, r, n, swap) for chunk in row.tensor_split(n)[:-1]]
     padded_to_threes = lambda row, *rest: ring_all_reduce.padded(row, *rest, to=3)
 
     def keeps_the_larger(row, rank, ranks, exchange):
@@ -640,7 +641,7 @@ DEFECTS, SECOND_SOLUTIONS = listed(ring_all_reduce, fast_all_reduce, make_hook, 
 #: What the sentence about a defect must say.
 SENTENCES = {
     "no_all_gather": "must go round once more", "adds_in_the_all_gather": "replaces what is there",
-    "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "left over",
+    "one_step_too_few": "rank 0 takes 5 steps", "drops_what_is_left_over": "a chunk holds it", "last_chunk_stays": "whether each chunk travels",
     "last_chunk_takes_the_rest": "cut as evenly as can be", "whole_array_round_the_ring": "up to 8 in a message",
     "to_everybody_directly": "one right neighbour", "one_chunk_at_a_time": "all chunks travel at the same time",
     "sums_returned": "`row` is unchanged", "means": "the means over the ranks", "padded": "padded to 4",

@@ -170,7 +170,7 @@ def _judge_sums(rows: list[Tensor], units: Tensor, messages: list[_Message], pla
     found = [rank for rank, there in enumerate(counts[0][element]) if there]
     refuse(
         case,
-        (f"Element {element} is still each rank's own: the chunks must hold all elements, whatever is left over too",
+        (f"Element {element} is still each rank's own: see whether a chunk holds it, and whether each chunk travels",
          all(sum(row[element]) == row[element][rank] == 1 for rank, row in enumerate(counts))),
         (f"No rank has the sum of element {element}: rank 0 takes {steps} steps, and 2(n-1) = {2 * (ranks - 1)} are needed, "
          "n - 1 to add up and n - 1 to pass on", steps < 2 * (ranks - 1)),
