@@ -62,7 +62,7 @@ def _train(
         for group in groups(dealt, data, micro_batch, accumulate):
             weights = [weigh(group, batch) for batch in group]
             for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
-                with wrapped.no_sync() if quiet and i < len(group) - 1 else nullcontext():
+                with wrapped.no_sync() if quiet and i < max(len(group), quiet) - 1 else nullcontext():
                     (wrapped(batch).sum() * weight).backward()
             after(wrapped)
             optimizer.step()
@@ -132,6 +132,8 @@ class train_ddp:
         _train(model, *case, wrap=Beside)
 
     every_micro_batch_leaves = _trained(quiet=False)
+    leaves_out_a_short_group = lambda *case: _train(*case, quiet=case[4])
+    steps_on_rank_0_alone = _trained(after=lambda model: dist.get_rank() and model.zero_grad())
     averages_what_ddp_has_averaged = _trained(after=_averaged_by_hand)
 
     def leaves_forward_out_of_no_sync(model, data, epochs, micro_batch, accumulate, lr):
@@ -846,7 +848,7 @@ SENTENCES = {
     "means_add_up": "add up", "own_tokens_only": "a rank with few of them", "forgets_what_ddp_divides_by": "n times too little",
     "multiplies_twice": "n times too much", "sums": "Nothing is divided", "counts_micro_batches": "that of micro-batches",
     "each_place_by_itself": "same place on other ranks", "never_clears": "still there: clear", "adam": "plain SGD",
-    "never_steps": "No weight has changed", "rank_0_trains_for_all": "trained on nothing", "pads_into_one_tensor": "as they are",
+    "never_steps": "no weight has changed", "rank_0_trains_for_all": "trained on nothing", "pads_into_one_tensor": "as they are",
     "trains_a_copy": "not a copy", "reads_no_gradient": "not for other gradients", "asks_the_check": "asks the check",
     "hides_by_the_limit_of_many_ranks": "`hides` says whether", "asks_the_job": "where it planted the fault",
     "without_the_idea_replicas_compared": "a comparison between ranks cannot see it",
@@ -863,7 +865,7 @@ SENTENCES = {
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
     "hides_behind_the_whole_step": "behind backward only", "whole_numbers_only": "digits are cut off",
     "loses_the_first_rank": "Rank 0 is missing", "adds_the_first_rank_twice": "is added twice",
-    "adds_the_last_rank_twice": "less than the sum", "drops_the_last_micro_batch": "are in no step",
+    "adds_the_last_rank_twice": "every rank goes in once", "drops_the_last_micro_batch": "are in no step",
     "gathers_every_micro_batch": "times a step", "gathers_a_mean_of_means": "mean of means",
     "negative_exposure": "cannot be negative", "forgets_forward": "Forward computes too",
     "divides_the_tokens_again": "already the share of one rank", "one_half_of_the_all_reduce": "one half of an all-reduce",
@@ -872,9 +874,9 @@ SENTENCES = {
     "backward_minus_communication": "The other way round", "hides_the_wrong_way_round": "`hides` says whether",
     "says_yes_or_no": "True or False", "computes_one_micro_batch": "all of its micro-batches",
     "sends_every_micro_batch": "leave once a step", "adds_what_hides": "What hides is not added",
-    "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "as after a reduce-scatter",
-    "fills_up_with_its_own_chunk": "as after a reduce-scatter", "gather_adds": "as where the all-gather adds",
-    "no_all_gather": "as after a reduce-scatter", "divides_its_own_chunk_alone": "only some are divided by n",
+    "steps_that_never_wait": "comes on top", "divides_its_own_chunk_and_stops": "only one chunk finished",
+    "fills_up_with_its_own_chunk": "only one chunk finished", "gather_adds": "as where the all-gather adds",
+    "no_all_gather": "only one chunk finished", "divides_its_own_chunk_alone": "only some are divided by n",
     "divides_twice": "divided by 16", "nothing_is_ever_exposed": "not always all", "in_whose_steps_its_own_is": "in whose",
     "bandwidth_of_all_ranks": "its own link alone", "seconds_of_every_micro_batch": "of the whole step already",
     "averages_what_ddp_has_averaged": "average once", "rank_0_alone_answers": "let every rank answer",
@@ -885,6 +887,7 @@ SENTENCES = {
     "one_epoch_too_many": "Ranks go forward in", "clears_before_the_step": "has left in `.grad`",
     "carries_a_group_on": "carried into", "one_chunk_everywhere": "each chunk is finished on one rank",
     "chunks_in_a_list": "and not a list of lists", "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",
+    "leaves_out_a_short_group": "The replicas part", "steps_on_rank_0_alone": "On rank 1 no",
 }  # fmt: skip
 
 DEFECTS, SECOND_SOLUTIONS = listed(train_ddp, all_reduce_mean, ddp_bottleneck, find_fault)

@@ -148,7 +148,7 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
          lambda: partly and _all_gather_adds(got, total, divided)),
         ("The numbers are those of the mean, and stand in other places: a chunk goes back where it was cut",
          all(all(map(close, sorted(row), sorted(mean))) for row in got)),
-        ("Each rank has only one chunk finished, as after a reduce-scatter: an all-gather brings it the others",
+        ("Each rank has only one chunk finished: an all-gather brings it the others, as they are",
          partly and all(sum(row) <= length // ranks for row in finished) and all(map(any, zip(*finished, strict=True)))),
         (lambda: f"Rank 0 has the {'mean' if divided else 'sum'} of all ranks in some elements, and not in element "
          f"{finished[0].index(False)}: each chunk is finished on one rank, and an all-gather brings it to all", partly),
@@ -160,7 +160,7 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
         ("The ranks hold different numbers at the end: the replicas drift apart", len({tuple(row) for row in got}) > 1),
         (f"All ranks are in the sum, and it is divided by {divisor:g}; the mean divides it once, by {ranks}",
          close(divisor, round(divisor)) and hold([total] * ranks, divisor)),
-        ("The numbers are less than the sum, and not the mean: add all ranks first, and divide once, by n",
+        ("The numbers are less than the sum, and not the mean: every rank goes in once, and n divides once",
          all(0 < v < s for row in got for v, s in zip(row, total, strict=True))),
         (f"This mistake is none that the check knows: with {ranks} ranks, rank r holding 10^r times 1, 2, 3, ..., rank 0 ends "
          f"with {first}, ... and not {should}, ..", True),
@@ -333,10 +333,11 @@ def _judge_shares(trained: list[_Trained], asked: _Practice) -> None:
     wanted = asked.epochs * math.ceil(places / (m * asked.accumulate))
     taken = [len(rank.steps) for rank in trained]
     idle = [rank for rank in range(ranks) if not flat[rank]]
+    still = [rank for rank, own in enumerate(trained) if own.path[-1].equal(own.path[0])]
     refuse(
         case,
         (f"Rank {idle[0] if idle else 0} has trained on nothing: every rank trains `model`, not a copy, on its share", idle),
-        ("No weight has changed: an optimizer steps, with what backward has left in `.grad`", any(r.path[-1].equal(r.path[0]) for r in trained)),
+        (f"On rank {still[0] if still else 0} no weight has changed: every rank steps, with what backward has left in `.grad`", still),
         (f"All {ranks} ranks take the same examples: together they do the work of one, {ranks} times",
          all(one == flat[0] for one in flat)),
         (f"The ranks take {sum(map(len, flat))} sequences, and {asked.epochs} epochs of {asked.sequences} are asked: shares are too "
@@ -425,8 +426,7 @@ def _judge_steps(trained: list[_Trained], asked: _Practice) -> None:
              "model, outside `no_sync`", max(each.sent for each in trained) < left.nbytes / 5),  # fp16's are a quarter
             ("The replicas differ: each rank begins with weights of its own, and equal steps from there never meet. Rank 0's go to "
              "all first", any(not rank.path[0].equal(left) for rank in trained)),
-            ("The replicas part, though the bytes of a gradient were sent, or more: all step with the same gradient, in every step",
-             not all(_near(end, ends[0], far) for end in ends)),
+            ("The replicas part: all step with the same gradient, in every step", not all(_near(end, ends[0], far) for end in ends)),
             *((sentence, _near(_step(trained, asked, number, slip), ends[0], far)) for sentence, slip in _WEIGHT_SLIPS),
             ("Gradients of the step before are still there: clear them after each step",
              number and _near(_step(trained, asked, number, before=1), ends[0], far)),
