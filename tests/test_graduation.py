@@ -95,9 +95,9 @@ def test_an_answer_is_run_where_its_notebook_is_and_not_from_a_copy_of_it(tmp_pa
     (tmp_path / "queue.py").write_text("jobs = []")  # a kernel has the library's by then
     _notebook(
         tmp_path / "05_zero.ipynb",
-        "import mine\n\nasync def late():\n    return 4\n\nfour = await late()",
+        "import mine\nfrom pickle import dumps\nfrom threading import Timer\n\nasync def work():\n    return 4\n\nfour = await work()",
         "with open('four.txt') as file:\n    same = int(file.read()) == four",
-        "def zero_tradeoffs(*job):\n    return mine.zero_tradeoffs(*job) if same else None",
+        "def zero_tradeoffs(*job):\n    Timer(999, print).start()\n    return mine.zero_tradeoffs(*job) if same and dumps(work) else None",
     )
     _notebook(tmp_path / "05_zero-Copy1.ipynb", "def zero_tradeoffs(*_):\n    raise NotImplementedError")
     (five,) = examine(tmp_path, rungs=["5"])
@@ -110,7 +110,7 @@ def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
         "import os.path\nimport os, functools\ntable = {1: 1 / 0}\ncalls, size = 0, [1]\ntable, deep = {1: 2}, [[0]]",
         "table[2] = 3\nfor k in (4, 5):\n    table[k] = k\ndeep[0][0] = 7\nsize += [2]\nimport xml.dom\nimport xml.sax",
         "def answer(x):\n    raise NotImplementedError",
-        "def answer(x):\n    global calls\n    calls += 1\n    display(x)\n    return calls, table[x], deep, size, xml.dom.Node.TEXT_NODE",
+        "def answer(x):\n    global calls\n    calls += 1\n    display(x, clear=1)\n    return calls, table[x], deep, size, xml.dom.Node.TEXT_NODE",
         "answer = functools.cache(answer)\nanswer.__doc__ = 'sums'\nprint(1 / 0)",
     )
     source = answer_source(path, "answer")
@@ -121,7 +121,7 @@ def test_what_a_later_line_changes_is_as_it_is_in_the_notebook(tmp_path):
 @pytest.mark.parametrize(
     "cells",
     [
-        ["for size in (2, 4):\n    pass"],
+        ["for size in (2, 4):\n    pass\nclass Row:\n    size = size\nsize = Row.size"],
         ["import contextlib\nwith contextlib.nullcontext(4) as size:\n    pass"],
         ["print(size := 4)"],
         ["first, *size = 1, 4\n(size,) = size"],

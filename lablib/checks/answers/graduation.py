@@ -235,7 +235,7 @@ def defined(notebook: Path, name: str) -> Callable[..., Any]:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     sys.path.insert(0, "")  # as in a kernel, after its own imports: a queue.py of the learner's is not the library's
     # As in a notebook: functions of `__main__` are sent to ranks by value.
-    answers: dict[str, object] = {"__name__": "__main__", "display": print}
+    answers: dict[str, object] = {"__name__": "__main__", "display": lambda *_, **__: None}
     if awaits := eval(compile(source, file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), answers):  # as a cell may
         asyncio.run(awaits)
     main = vars(sys.modules["__main__"])
@@ -308,6 +308,7 @@ def _reads(statement: ast.stmt, line: int, before: int, end: int) -> Iterator[tu
     yield from ((symbol.get_name(), line) for symbol in cell.get_symbols() if symbol.is_referenced())
     called = (before, end) if isinstance(statement, ast.FunctionDef) else (line, before, end)
     scopes = cell.get_children()
-    for scope in scopes:  # a function's parameters and locals are none of them
-        scopes += scope.get_children()
-        yield from ((each.get_name(), when) for each in scope.get_symbols() if each.is_global() for when in called)
+    for one in scopes:  # a function's parameters and locals are none of them; a class may say `size = size`
+        scopes += one.get_children()
+        of = [s for s in one.get_symbols() if s.is_global() or (s.is_referenced() and one.get_type() == "class")]
+        yield from ((s.get_name(), when) for s in of for when in called)
