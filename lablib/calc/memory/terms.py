@@ -174,7 +174,7 @@ TERMS: dict[str, Term] = {
     **_terms(
         "gradients",
         "torch.optim: one dtype a parameter",
-        ("master_gradients", "4 ψ / N: an fp32 copy for the optimizer"),
+        ("master_gradients", "4 ψ (/ N where the optimizer is sharded): its fp32 copy"),
     ),
     **_terms(
         "optimizer",
