@@ -510,6 +510,10 @@ class run_memory:
         step += 4 * n if optimizer == "adamw" else 0
         return found | ({"peak": at_loss, "at": OWN.loss} if at_loss > step else {"peak": step, "at": OWN.step})
 
+    right_5 = told(right_2, lambda memory: memory | {t: np.float32(memory[t]) for t in ("activations", "peak")})
+    run_that_keeps_outputs_too = told(right_2, lambda memory, recompute: memory | {
+        "activations": memory["activations"] * (1 + (recompute == "full"))})  # fmt: skip
+    run_with_two_masters = told(right_2, lambda memory: memory | {"peak": memory["peak"] + 4 * memory["parameters"]})
     run_in_gb = told(right, lambda memory: {t: v if t in ("parameters", "at") else v / 1e9 for t, v in memory.items()})
     run_summed_up = told(right, lambda memory: memory["peak"])
 
@@ -557,6 +561,7 @@ SENTENCES = {
     "gradients_always_bf16": "not always 2 bytes", "adamw_is_sixteen": "one recipe's", "run_of_12_h_squared": "is a GPT's",
     "with_the_roots_of_the_step": "roots of the step are no model states",
     "forgot_the_scales": "a 4-byte scale per 256 values", "two_mistakes": "This mistake is not one",
+    "run_that_keeps_outputs_too": "its input alone, in bf16", "run_with_two_masters": "Another mistake may",
     "run_in_gb": "Return bytes, not GB", "run_summed_up": "Return a dictionary", "run_with_the_count_of_lablib": "yours to count", "run_without_master": "of fp32 master copy and 4 of this optimizer's",
     "run_always_adamw": "not 12 in all", "gradients_always_fp32": "not always 4 bytes",
     "weights_always_bf16": "is not always 2 bytes", "weights_always_fp32": "A weight has its own dtype, and is not always 4",

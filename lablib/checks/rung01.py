@@ -483,7 +483,7 @@ def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
         here, there = found[rank], found[1 - rank]
         refuse(
             "",
-            ("A job in which both ranks hold what they have to is accused: longer sequences hold more, on every rank",
+            ("A job in which both ranks hold what they have to is accused: longer sequences hold more, and what you send counts",
              not kind and (here or there)),
             ("Both ranks accuse themselves, and one of them holds what it has to", kind and here and there),
             ("The rank that holds less is accused", kind and there),
@@ -650,7 +650,7 @@ def _judge_run(
             ("A gated MLP keeps three tensors of width f, because a fused kernel applies the activation function again",
              _llama(tokens, h, q, k, f * 4 / 3) * layers),
             ("Values have 2 bytes", truth["activations"] / 2),
-            ("Values are bf16, 2 bytes each", 2 * truth["activations"]),
+            ("A block keeps its input alone, in bf16" if recompute == "full" else "Values are bf16, 2 bytes each", 2 * layers * block),
             ("34sbh is a GPT block's; a Llama block has other widths and no dropout", 34 * tokens * h * layers),
         ],
         "logits": [
@@ -683,7 +683,7 @@ def _judge_run(
         value, right = as_float(given[term]), truth[term]
         if close(value, right, rel=1e-7 if term == "parameters" else 2e-4):
             continue
-        if right - below.get(term, 0) <= value <= right + above.get(term, 0):
+        if term in below and right - below[term] <= value * (1 + 1e-6) and value * (1 - 1e-6) <= right + above[term]:
             continue
         for unit, size in (("GB", 1e9), ("GiB", 2**30), ("MB", 1e6), ("MiB", 2**20)):
             if term != "parameters" and close(value, right / size, rel=1e-4 + near.get(term, 0) / right):
@@ -691,7 +691,7 @@ def _judge_run(
         for sentence, mistaken in slips[term]:
             left = left_out.get(term, (0,)) if mistaken else (0,)
             if mistaken != right and any(close(value, mistaken - each, rel=1e-9) for each in left):
-                raise Wrong(f"{term}: {sentence} ({case}).")
+                raise Wrong(f"{term}: {sentence} ({case}). Another mistake may give this number too.")
         raise Wrong(
             f"{term}: this mistake is not one that the check knows. {shape}, {optimizer}, s={s}, b={b}, recompute "
             f"{recompute}, {loss} loss gives {value:,.0f}, and should give {right:,.0f}."
