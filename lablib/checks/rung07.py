@@ -274,8 +274,8 @@ def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, ca
 
     refuse(
         case,
-        ("`fully_shard` shards over the last axis of its mesh and replicates over the first: `hsdp` has two, and one alone would "
-         "shard over the replicas as well, or forget them", name == "hsdp" and given.ndim != 2),
+        ("`fully_shard` shards over the last axis of its mesh and replicates over the first: `hsdp` has two, the first of one "
+         "rank where there is one replica", name == "hsdp" and given.ndim != 2),
         ("Ranks of a cp group hold the same weights and see other tokens: they belong to the mesh that averages gradients, "
          "folded into its shards", name == "hsdp" and folded and (over("dp_replicate", "dp_shard") or (
              sorted(ranks) == sorted(members) and len(right) < len(got) != len(right[0])))),
