@@ -691,7 +691,7 @@ def _judge_run(
         for sentence, mistaken in slips[term]:
             left = left_out.get(term, (0,)) if mistaken else (0,)
             if mistaken != right and any(close(value, mistaken - each, rel=1e-9) for each in left):
-                raise Wrong(f"{term}: {sentence} ({case}). Another mistake may give this number too.")
+                raise Wrong(f"{term}: {sentence} ({case}). Another mistake may give the same.")
         raise Wrong(
             f"{term}: this mistake is not one that the check knows. {shape}, {optimizer}, s={s}, b={b}, recompute "
             f"{recompute}, {loss} loss gives {value:,.0f}, and should give {right:,.0f}."

@@ -124,7 +124,9 @@ def recognize(
         slips: A sentence without its full stop, and what this mistake gives.
         same: Whether a given value is the mistake's; `alike` where it is None.
     """
-    refuse(case, *((sentence, lambda value=value: (same or alike)(given, value)) for sentence, value in slips))
+    for sentence, value in slips:
+        if (same or alike)(given, value):
+            raise Wrong(f"{sentence}{f' ({case})' if case else ''}. Another mistake may give the same.")
 
 
 def alike(given: Any, truth: Any, *, rel: float = 1e-6) -> bool:
