@@ -361,7 +361,7 @@ def _judge_cut(ran: Sequence[Mapping], times: Mapping, m: int, talks: Sequence[b
     where, homes = f"{p} ranks, m={m}", [[rank for rank in range(p) if k in ran[rank]] for k in range(count)]
     held = [max((most for _, most in layers.values()), default=p - rank) for rank, layers in enumerate(ran)]
     odd = next((rank for rank in range(p) if held[rank] != p - rank), 0)
-    why = "go backward as soon as there is a gradient" if held[odd] > p - odd else "with fewer it waits in every round"
+    why = "its forwards run too far ahead of backwards" if held[odd] > p - odd else "with fewer it waits in every round"
     largest = max((rows for layers in ran for rows, _ in layers.values()), default=0)
     shared = max(range(count), key=lambda k: len(homes[k]))
     lost = min(range(count), key=lambda k: len(homes[k]))
@@ -688,7 +688,7 @@ def _judge_more(got: Mapping[str, object], after: Mapping, name: str, more: Time
         what = f"Idle time over total time with twice the micro-batches ({name})"
         slips = [
             ("that is percent; return a share, so that one is all of the time", 100 * right),
-            ("that is the share of `after` as it is, without twice the micro-batches", waits / (busy + waits)),
+            ("that is the share of `after` as it is; the work doubles, the wait does not", waits / (busy + waits)),
             ("you have it over the ideal time: the total time has the wait in it, too", waits / (2 * busy)),
         ]
         rounded = close(idle, right, rel=2e-3) or any(close(idle, round(right, digits)) for digits in (2, 3))
