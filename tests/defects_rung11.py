@@ -302,6 +302,12 @@ class keep_training:
     right_with_a_function_around_the_model = _with(call=lambda model, begun: lambda x: model(x))
     right_with_a_link_to_the_newest = _with(found=_numbered, before=_link_newest)
 
+    def right_ends_where_it_cannot_save(task, folder):
+        try:
+            _kept(task, folder)
+        except dcp.api.CheckpointException:
+            raise SystemExit(1) from None
+
     def right(task, folder):
         """Second solution: one Stateful object, PyTorch's schedule, contiguous shares, and the save after the log."""
         (model, optimizer), rank, ranks = _built(task), dist.get_rank(), dist.get_world_size()
@@ -638,6 +644,7 @@ class observe_scaling:
         _observed, lambda found: found | {"limit": max(found["lost"], key=lambda part: abs(found["lost"][part]))}
     )
     names_a_list_of_one = told(_observed, lambda found: found | {"limit": [found["limit"]]})
+    in_three_digits = told(_observed, lambda found: found | {"speedup": round(found["speedup"], 3)})
     right_and_more = told(_observed, lambda found: found | {"ideal": 1.0})
     a_part_is_left_out = told(_observed, lambda found: found | {"lost": found["lost"] | {"data": None}})
     hands_it_to_lablib = told(
@@ -807,5 +814,5 @@ SENTENCES = {
     "the_pairs_that_a_mask_leaves": "which counts all pairs", "names_a_gain": "limits nothing",
     "of_the_middle_rank": "four parts add up", "the_newest_by_its_name": "goes on with step", "in_percent": "That is in percent", "of_one_gpu": "divide by the peak of all of them",
     "forward_alone": "Backward takes twice the FLOPs of forward", "six_nd": "'attention left out'",
-    "padding_is_work_too": "'padding counted'", "takes_the_sparse_peak": "'sparse peak'",
+    "padding_is_work_too": "'padding counted'", "in_three_digits": "1.4545455, not 1.4550000", "takes_the_sparse_peak": "'sparse peak'",
 }  # fmt: skip

@@ -215,7 +215,7 @@ def _before_the_accidents(answer: Callable, noisy: Task, plain: Task, kill: int,
 
     FileSystemWriter.write_data = full
     try:
-        with suppress(Exception):  # what an answer makes of the one that PyTorch raises
+        with suppress(Exception, SystemExit):  # what an answer makes of the one that PyTorch raises
             _started(answer, plain, f"{top}/full", until + 1, losses=logged)
     finally:
         FileSystemWriter.write_data = write
@@ -687,7 +687,7 @@ def _judge_scaling(found: object, alone: Phases, ranks: Sequence[Phases], scalin
             ("That is in percent; an efficiency of 1 is perfect", 100 * faster / n),
         ]
         recognize(found["efficiency"], told, slips)
-        raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.3f} ({told}).")
+        raise Wrong(f"The efficiency is the speedup over the number of ranks, {faster / n:.7f} ({told}).")
     for part in _PARTS:
         # Parts are differences of seconds: rounding is measured against the step, not against the part.
         got = as_float(lost[part], f"What is lost to {part}")
@@ -715,7 +715,7 @@ def _explain_speedup(
         ("That is a ratio of times; the speedup is one of throughputs", step / alone["seconds"]),
     ]  # fmt: skip
     recognize(got, told, slips)
-    raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.3f}, not {got:.3f} ({told}).")
+    raise Wrong(f"The speedup is throughput over throughput of one rank: {right:.7f}, not {got:.7f} ({told}).")
 
 
 def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phases], told: str) -> NoReturn:
@@ -739,7 +739,7 @@ def _explain_part(part: str, got: float, loss: ScalingLoss, ranks: Sequence[Phas
         (f"In strong scaling a rank has the n-th part of the work, so its ideal {part} is the n-th part of what one rank "
          f"needs: {right:.3g} s are lost there, not {got:.3g}",
          own and loss.scaling == "strong" and near(mean - loss.ranks * (mean - right))),
-        (f"{part} lost {right:.3g} s a step, not {got:.3g}: the four parts add up to the step minus its ideal, "
+        (f"{part} lost {right:.7g} s a step, not {got:.7g}: the four parts add up to the step minus its ideal, "
          f"{loss.seconds - loss.ideal:.3g} s", True),
     )  # fmt: skip
 
