@@ -144,13 +144,7 @@ class CheckpointFunction(torch.autograd.Function):
         return x.grad, None
 
 
-class _Off(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, block):
-        ctx.block = block
-        ctx.save_for_backward(x)
-        return block(x)
-
+class _Off(_WithoutWeights):
     @staticmethod
     def backward(ctx, gradient):
         x = ctx.saved_tensors[0].detach().requires_grad_()
