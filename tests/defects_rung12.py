@@ -61,6 +61,9 @@ class merge:
     the_larger_takes_all = _right_lse(
         lambda out_a, lse_a, out_b, lse_b, new: torch.where((lse_a >= lse_b)[:, None], out_a, out_b)
     )
+    softmax_over_rows = _right_lse(
+        lambda out_a, lse_a, out_b, lse_b, new: lse_a.softmax(0)[:, None] * out_a + lse_b.softmax(0)[:, None] * out_b
+    )
     empty_is_zero = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).nan_to_num(neginf=0.0))
     half_precision = _right_out(lambda lse_a, lse_b: torch.logaddexp(lse_a, lse_b).bfloat16())
     adds_lse = _right_out(lambda lse_a, lse_b: lse_a + lse_b)
@@ -236,6 +239,7 @@ class packed_step:
         weigh=lambda own, labels, mesh: _weigh(own / (n := (labels != -100).sum()) * n, labels, mesh)
     )
     masks_with_0 = _step(labels=lambda t, d, c: _labels(t, d, c).clamp(min=0))
+    shifts_twice = _step(labels=lambda t, d, c: F.pad(_labels(t, d, c)[:, 1:], (0, 1), value=-100))
     leaves_out_the_last_label = _step(labels=lambda t, d, c: F.pad(_labels(t, d, c)[:, :-1], (0, 1), value=-100))
     learns_prompts = _step(labels=lambda t, d, c: _labels(t, d, torch.ones_like(c)))
     forgets_documents = _step(seen=lambda documents: None)
@@ -512,6 +516,9 @@ class choose_split:
     a_causal_mask_halves_bytes = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (1 + job["causal"])
     )
+    a_causal_mask_halves_a_ring = lambda **job: _choose(
+        **job, sent=lambda bytes_of, way, tp: bytes_of[way] / (1 + (job["causal"] and way == "ring"))
+    )
     scatters_four_bytes_a_number = lambda **job: _choose(
         **job, sent=lambda bytes_of, way, tp: bytes_of[way] * (1.5 if way == "gathered" else 1)
     )
@@ -561,6 +568,7 @@ SENTENCES = {
     "lablib_merges": "answers for you",
     "weighs_by_lse": "The weights are the lse themselves",
     "the_larger_takes_all": "both have a share",
+    "softmax_over_rows": "each output weighs exp",
     "empty_is_zero": "merged it still is",
     "looks_at_all_rows_at_once": "-inf minus -inf",
     "weighs_with_infinity": "returns is not a number (dp=2",
@@ -601,6 +609,7 @@ SENTENCES = {
     "fits_dp_alone": "fits an average over one axis",
     "mean_of_replicas": "labels of one cp group",
     "leaves_out_the_last_label": "is a label too",
+    "shifts_twice": "Its label is that at",
     "climbs": "Look at a token's loss",
     "logits_for_logarithms": "Look at a token's loss",
     "plain_sum": "plain sum",
@@ -629,6 +638,7 @@ SENTENCES = {
     "sends_what_all_ranks_send": "one rank is asked",
     "sends_four_bytes_a_number": "Two bytes carry a number",
     "a_causal_mask_halves_bytes": "a mask spares no bytes",
+    "a_causal_mask_halves_a_ring": "with a mask or without",
     "scatters_four_bytes_a_number": "at two bytes",
     "averages_over_dp": "dp and cp together",
     "one_block_for_a_ring": "keys and values of two blocks",

@@ -63,10 +63,10 @@ def _attend(scores: Tensor, values: Tensor) -> Part:
 
 def _parts() -> list[tuple[str, Part, Part, Part]]:
     """Return cases: what is special in them, two parts, and what both together give."""
-    # By hand: sums 3 and 7, outputs 5 and 1. No two mistakes give the same number.
-    hand = [torch.tensor([[number]], dtype=torch.float64) for number in (math.log(3), math.log(7), 5.0, 1.0)]
-    both = _attend(torch.cat(hand[:2], dim=1), torch.cat(hand[2:]))
-    cases = [("one row by hand", _attend(hand[0], hand[2]), _attend(hand[1], hand[3]), both)]
+    # By hand: outputs 5 and 1, sums 3 and 7 and so on. In one row alone, weights that add up over rows would be 1 and 1.
+    hand = torch.tensor([[3, 7], [5, 2], [4, 6]], dtype=torch.float64).log()
+    ends = torch.tensor([[5], [1]], dtype=torch.float64)
+    cases = [("rows by hand", _attend(hand[:, :1], ends[:1]), _attend(hand[:, 1:], ends[1:]), _attend(hand, ends))]
     dice = torch.Generator().manual_seed(NEW.randrange(2**31))  # no list has these
     kinds = ("two blocks of random scores", "scores of about 1,000", "rows that see nothing in a block",
              "rows that see nothing in either block")  # fmt: skip
@@ -441,8 +441,9 @@ def _explain_labels(wrong: Sequence[tuple[Any, ...]], batch: Batch, labels: Tens
         elif given != (row, p + 1):
             seen = f"that at {given[1]}" if given and given[0] == row else f"{label}, no token of its sequence"
             told, learns = f"The token at {p} learns to be followed by {seen}", labels[row, p] != IGNORED
-            why = f". {last if p == _SEQ - 1 else cut}" if learns else ", and has no label: leave it out of the loss"
-            signs.append((1 + (p == _SEQ - 1) if learns else 8, told + why, rank))
+            why = last if p == _SEQ - 1 else cut if (p + 1) % width == 0 else f"Its label is that at {p + 1}"
+            why = f". {why}" if learns else ", and has no label: leave it out of the loss"
+            signs.append((((p + 1) % width == 0) + (p == _SEQ - 1) if learns else 8, told + why, rank))
         elif documents[row, p] != documents[row, p + 1]:
             signs.append((2, f"The token at {p} ends a document and learns the first token of the next one", rank))
         elif counted[row, p]:
@@ -450,8 +451,7 @@ def _explain_labels(wrong: Sequence[tuple[Any, ...]], batch: Batch, labels: Tens
         else:
             signs.append((3, f"The token at {p + 1} does not count, and is learned", rank))
     if signs:
-        _, told, rank = min(signs)
-        raise Wrong(f"{told} ({case}, rank {rank}).")
+        raise Wrong("{1} ({0}, rank {2}).".format(case, *min(signs)[1:]))
 
 
 # --- a block that is wrong ----------------------------------------------------------------------------------
@@ -788,7 +788,7 @@ def _explain_sent(got: float, way: str, truth: float, job: Job) -> NoReturn:
          2 / 3 if way == "ring" else 0),
         ("What was gathered is kept, and the gradients are scattered once, at two bytes", 3 / 2 if way == "gathered" else 0),
         (f"A rank's own part never travels: of {cp} parts {cp - 1} leave, or pass by", cp / (cp - 1)),
-        ("Two bytes carry a number, and values travel too", 1 / 2), ("Two bytes carry a number, and what arrives others sent", 2),
+        ("Two bytes carry a number, with a mask or without, and values travel too", 1 / 2), ("Two bytes carry a number, with a mask or without, and what arrives others sent", 2),
     ]  # fmt: skip
     known = [(sentence, truth * change) for sentence, change in slips if change not in (0, 1)]
     recognize(got, f"{way}, {_job(job)}", known)
