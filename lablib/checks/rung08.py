@@ -268,8 +268,8 @@ def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: lis
             _judge_gradient(each, rank, case, before)
     refuse(
         case,
-        (f"The scale of the ranks went from {scale:g} to {became}, and should be {wanted:g}: `update()` once a step, skipped or "
-         "not, halves it or counts good steps in a row", any(each["became"] != wanted for each in here)),
+        (f"The scale of the ranks went from {scale:g} to {became}, and should be {wanted:g}: `update()` once a step, skipped "
+         "or not, counts good steps in a row or, if its rank's scaler saw an infinity, halves it", any(each["became"] != wanted for each in here)),
         ("The step was skipped, and the schedule moved: the learning rate counts steps that were taken",
          overflow and any(each["counted"] for each in here)),
         ("In a step that was taken each rank's schedule moves once", not overflow and any(each["counted"] != 1 for each in here)),
@@ -663,11 +663,11 @@ def _explain_recipe(
          "factors quantized along that one", with_(along_rows)),
         ("These are the formats by `product_error(exact, found)`: an error is a share of the exact product, which comes second",
          with_(lambda f, each: _errors(f, each, lambda found, exact: product_error(exact, found)))),
-        ("One gets this if x wᵀ is left out or quantizes w along its outputs, or by errors of single matrices: a product has another",
+        ("One of these gives this: x wᵀ is left out (alone or not) or quantizes w along its outputs, or errors of single matrices",
          with_(of_factors) or any(with_(lambda f, each, k=k: _errors(f, each)[k:]) for k in (1, 2))
          or with_(lambda f, each: _errors(f, each)[1:2])),
-        ("One gets this if g w is left out or quantizes w along its inputs, or the mean of three errors hides the worst: one matmul "
-         "that fails spoils the step", with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
+        ("One of these gives this: g w is left out or quantizes w along its inputs, or the mean of three errors hides the worst: one "
+         "matmul that fails spoils the step", with_(lambda f, each: _errors(f, each)[::2]) or with_(lambda f, each: (sum(_errors(f, each)) / 3,))),
         (f"{got} has an error of {shown.get(got)}, and {limit:g} is allowed; {right} is right", got in worst and worst[got][0] > limit),
         (f"{right} is within the limit, with {shown.get(right)}, and has fewer bits than {got}", True),
     )  # fmt: skip
