@@ -49,6 +49,9 @@ class zero2_step:
     averaged_twice = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m) / dist.get_world_size(), m, lr)
     local_gradient = lambda w, g, m, lr: _update_and_gather(w, _mine(g), m, lr)
     uphill = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m, -lr)
+    gathers_into_a_copy = lambda w, g, m, lr: all_gather(
+        w.clone(), _mine(w).sub_(lr * m.mul_(0.9).add_(_mean_shard(g, m)))
+    )
     no_all_gather = lambda w, g, m, lr: _mine(w).sub_(lr * m.mul_(0.9).add_(_mean_shard(g, m)))
     old_momentum_undamped = lambda w, g, m, lr: all_gather(w, _mine(w) - lr * m.add_(_mean_shard(g, m)))
     rank_0_alone_updates = lambda w, g, m, lr: _update_and_gather(w, _mean_shard(g, m), m, lr * (dist.get_rank() == 0))
@@ -753,6 +756,7 @@ class zero_tradeoffs:
     stage_3_has_two_transfers = _other(units=lambda k, m: (2, 2, m + 1, 2 * m)[k])
     stage_3_reduces_once = _other(units=lambda k, m: (2, 2, m + 1, 2 * m + 1)[k])
     stage_3_gathers_once = _other(units=lambda k, m: (2, 2, m + 1, m + 2)[k])
+    stage_3_has_four = _other(units=lambda k, m: (2, 2, m + 1, 4)[k])
     stage_3_gathers_after_the_step = _other(units=lambda k, m: (2, 2, m + 1, 3 * m + 1)[k])
     all_reduce_then_gather = _other(units=lambda k, m: (2, 3, m + 2, 3 * m)[k])
     four_byte_gradients_sent = _other(units=lambda k, m: (4, 3, 2 * m + 1, 4 * m)[k])
@@ -902,7 +906,8 @@ SENTENCES = {
     "names_with_the_module": "names are those in",
     "in_own_words": "no part of the step",
     "damps_twice": "what `momenta` have by then",
-    "no_all_gather": "of the new weights is missing",
+    "gathers_into_a_copy": "and not the others'",
+    "no_all_gather": "and not the others'",
     "goes_back_with_weights_that_it_kept": "the next `dy` is the gradient of the input",
     "returns_parts_of_gradients_that_it_kept": "not what `scatter` gave",
     "stage_2_all_reduces_gradients": "half of an all-reduce is enough",
@@ -913,7 +918,7 @@ SENTENCES = {
     "pickles_its_weights": "or pickled",
     "old_momentum_undamped": "counts in full",
     "gathers_all_gradients": "whole gradients",
-    "all_reduce_that_sums_the_momentum_too": "which stage 2 must not hold",
+    "all_reduce_that_sums_the_momentum_too": "stage 2 must not hold it",
     "scatters_when_all_is_done": "full gradients are there at one moment",
     "writes_the_copy_that_it_kept": "has kept a copy",
     "single_precision_on_the_wire": "single precision only",
@@ -932,6 +937,7 @@ SENTENCES = {
     "stage_2_gathers_every_micro_batch": "Stage 2 gathers its updated weights once",
     "stage_2_reduces_once": "Stage 2 has no room for a full gradient",
     "stage_3_has_two_transfers": "Stage 3 has three transfers",
+    "stage_3_has_four": "In stage 3 a rank sends",
     "stage_3_gathers_once": "Stage 3 gathers in every micro-batch",
     "four_byte_gradients_sent": "Gradients are sent in 16 bits",
     "four_byte_elements": "2 bytes here, not 4",
