@@ -277,6 +277,9 @@ class write_checkpoint:
         rest[1](),
         r or d.rename("f0", f"step-{s}"),
     ]
+    one_hidden_name_for_all = lambda d, r, n, s, x, wait: [r or d.remove("h"), wait(), d.write("h/new", x | {"step": s}),
+        d.rename("h/new", f"h/rank-{r}"), wait(), r or d.rename("h", f"step-{s}")]  # fmt: skip
+    all_write_the_last_file = asked(_write, file=lambda ranks: lambda rank: f"rank-{ranks - 1}")
     renames_what_is_not_there = lambda disk, rank, ranks, step, *rest: rank or disk.rename("elsewhere", f"step-{step}")
 
     def behind_the_disk(disk, rank, ranks, step, state, barrier):
@@ -465,6 +468,12 @@ class choose_wrapping:
 
     mlps_alone = lambda parts, *_: {"units": [[part] for part in parts if "mlp" in part], "reshard": True}
 
+    def last_part_with_the_head(*case):
+        answer = _choose(*case)
+        if answer and answer["units"][-1:] == [["head"]] and len(answer["units"][-2]) == 1:
+            answer["units"][-2:] = [[answer["units"][-2][0], "head"]]
+        return answer
+
     def one_unit_is_freed(parts, *rest):
         """Everything is a unit, and nothing is left to the root."""
         answer = _choose(parts, *rest)
@@ -540,13 +549,14 @@ SENTENCES = {
     "clears_the_files_of_twice_as_many_ranks": "what a crashed job left",
     "clears_what_it_has_published": "what a crashed job left",
     "counts_ranks_from_one": "is called 'rank-0'", "two_digits": "is called 'rank-0'",
-    "does_not_wait": "takes it for whole", "old_one_goes_in_pieces": "takes it for whole", "leaves_the_rest_of_a_crash": "what a crashed job left",
+    "does_not_wait": "wait for all", "old_one_goes_in_pieces": "takes it for whole", "leaves_the_rest_of_a_crash": "what a crashed job left",
+    "clears_while_others_write": "or written over",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
     "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
     "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends",
     "the_last_publishes": "one rank renames, once", "two_may_see_that_all_are_whole": "one rank renames, once",
     "zeros_before_the_step": "is to be published. Any other folder",
-    "axes_swapped": "all axes in", "tables_untied": "to stay one", "a_file_and_no_folder": "file 'step-", "renames_what_is_not_there": "not there.", "state_under_model": "under 'model'",
+    "axes_swapped": "all axes in", "tables_untied": "to stay one", "a_file_and_no_folder": "file 'step-", "renames_what_is_not_there": "not there.", "one_hidden_name_for_all": "not there.", "all_write_the_last_file": "or written over", "state_under_model": "under 'model'",
     "without_the_idea_by_heart": "not freed after",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
@@ -556,7 +566,7 @@ SENTENCES = {
     "without_the_idea_one_recipe": "a wrapping with room", "fewest_messages": "room to keep", "fewest_units_that_fit": "Smaller units are",
     "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "and the root throughout",
-    "mlps_alone": "and the root throughout", "one_unit_is_freed": "Of what fits",
+    "mlps_alone": "and the root throughout", "last_part_with_the_head": "and the root throughout", "one_unit_is_freed": "Of what fits",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts",
     "a_list_too_deep": "no part",
     "the_price_itself": "is True or False",

@@ -413,7 +413,7 @@ Files = dict[str, Any]
 
 
 class World(Turns):
-    """Ranks that take turns; the first in `order` that can run does. Who begins a write that is `slow` or `torn` goes last."""
+    """Ranks that take turns; the first in `order` that can run does. Who begins a `slow` or `torn` write, or has `ended` one, goes last."""
 
     def __init__(self, ranks: int, order: Sequence[int], files: Files, slow: str = ""):
         super().__init__(ranks)
@@ -470,7 +470,7 @@ class Disk(Sealed):
         self._world.files[path] = _TORN
         self._world.changed(self._rank, last=self._world.slow in ("slow", "torn"))
         self._world.files[path] = copy.deepcopy(content)
-        self._world.changed(self._rank)
+        self._world.changed(self._rank, last=self._world.slow == "ended")
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or a folder at once; the new name must be free."""
@@ -517,8 +517,8 @@ def _state(rank: int, step: int) -> dict[str, list[int]]:
     return {"model": [rank, step], "optimizer": [10 * rank, step]}
 
 
-#: Who goes first, and whether all write at once, and let others on as they look, or a crashed job left its folder.
-_CASES = [((0, 1), ""), ((0, 2, 1), "slow"), ((0, 2, 1), "torn"), ((2, 1, 0), "crash"), ((1, 3, 0, 2), "crash")]
+#: Who goes first, and whether all write at once, let others on as they look or have written, or a crash left a folder.
+_CASES = [((0, 1), "ended"), ((0, 2, 1), "slow"), ((0, 2, 1), "torn"), ((2, 1, 0), "crash"), ((1, 3, 0, 2), "crash")]
 
 
 @check(
@@ -576,8 +576,8 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
              _TORN in content.values()),
             (f"There is a file {'/'.join([folder, *strangers[:1]]).rstrip('/')!r}, and that of a rank is called {missing!r}",
              strangers and absent and ranks in (len(absent), len(_on_disk(content, ranks, step)))),
-            (f"{folder} is published without {missing}, which was written and then removed again: what a crash has left must "
-             "be cleared before anybody writes", lost & set(absent)),
+            (f"{folder} is published without {missing}, and what its rank has written is on the disk no more: it was removed, "
+             "or written over", lost & set(absent)),
             (f"There is a moment when {folder} is visible without {missing}, and a job that resumes takes it for whole", absent),
             (f"{folder} is published with files of more than {ranks} ranks: clear what a crashed job left",
              any(name.removeprefix("rank-").isdigit() for name in strangers)),
@@ -838,7 +838,7 @@ def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> 
         (f"{case}. Nothing that the chapter speaks of fits, and then the answer is None", not fit),
         (f"{case}. Kept units pile up until backward: free them", not reshard and fits(units, True)),
         (f"{case}. {_TABLES}", lambda: ends and not made.tied and fits([*units, *ends], reshard)),
-        (f"{case}. {_LARGE}", all(n == 0 for _, n, _ in fit) and any(len(unit) > 1 for unit in units)),
+        (f"{case}. {_LARGE}", all(n == 0 for _, n, _ in fit) and any("attention" in p for u in units for p in u[:-1])),
         (f"{case}. A unit is held with its neighbour, its gradients and their buffer, and the root throughout", True),
     )
 
