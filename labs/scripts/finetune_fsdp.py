@@ -88,7 +88,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--demo",
         action="store_true",
-        help="a tiny random Qwen2 learns sums; no files needed",
+        help="train a tiny random Qwen2 on sums; no files needed",
     )
     args = parser.parse_args(argv)
     try:
