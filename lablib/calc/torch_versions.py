@@ -81,7 +81,7 @@ DIFFERENCES = (
         "Names of the collectives on one flat tensor",
         "2.13",
         (False, "`all_gather_into_tensor`, `reduce_scatter_tensor`"),
-        (True, "`all_gather_single`, `reduce_scatter_single`; the older names warn"),
+        (True, "`all_gather_single`, `reduce_scatter_single`; the older names warn until 2.14"),
         "https://github.com/pytorch/pytorch/pull/186123",
     ),
     Difference(

@@ -4,7 +4,7 @@
     all_gather       all_gather_single        all_gather_into_tensor
     reduce_scatter   reduce_scatter_single    reduce_scatter_tensor
 
-Later versions warn at the old names, earlier ones do not know the new. The arguments are the same.
+Versions 2.13 and 2.14 warn at the old names, earlier ones do not know the new. The arguments are the same.
 Lists of tensors are exchanged on gloo from torch 2.12 on; before, here, as one tensor.
 
 Source: pull requests 186123 to 186125 and 165435 of PyTorch.
