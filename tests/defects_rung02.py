@@ -161,6 +161,9 @@ class train_ddp:
     mean_of_means = _trained(weigh=lambda group, batch: 1 / _tokens([batch]) / len(group))
     means_add_up = _trained(weigh=lambda group, batch: 1 / _tokens([batch]))
     own_tokens_only = _trained(weigh=lambda group, batch: 1 / _tokens(group))
+    own_tokens_in_broadcasts = _trained(wrap=_from_rank_0, quiet=False, weigh=lambda group, batch: 1 / _tokens(group),
+        after=lambda model: _averaged_by_hand(model, gather=lambda mine: [
+            dist.broadcast(each := mine.clone(), r) or each for r in range(dist.get_world_size())]))  # fmt: skip
     forgets_what_ddp_divides_by = _trained(weigh=lambda group, batch: 1 / _over_ranks(_tokens(group)))
     multiplies_twice = _trained(weigh=lambda group, batch: dist.get_world_size() ** 2 / _over_ranks(_tokens(group)))
     sums = _trained(weigh=lambda group, batch: 1.0)
@@ -422,10 +425,7 @@ class all_reduce_mean:
         """Halving after each addition gives the ranks weights 1/8, 1/8, 1/4, 1/2."""
         return _ring(gradients, send, divide=False, add=lambda held, arriving: [x / 2 for x in _added(held, arriving)])
 
-    def loses_the_last_rank(gradients, send):
-        silent = [*gradients[:-1], [0.0] * len(gradients[-1])]
-        return _ring(silent, send)
-
+    sums_on_rank_0 = lambda g, send: [[v * len(g) for v in all_reduce_mean.through_rank_0(g, send)[0]], *g[1:]]
     loses_the_first_rank = lambda gradients, send: _ring([[0.0] * len(gradients[0]), *gradients[1:]], send)
     adds_the_first_rank_twice = lambda gradients, send: _ring([[2 * v for v in gradients[0]], *gradients[1:]], send)
     adds_the_last_rank_twice = lambda gradients, send: _ring([*gradients[:-1], [2 * v for v in gradients[-1]]], send)
@@ -839,7 +839,7 @@ def _layers(state):
 
 #: What the sentence about a defect must say.
 SENTENCES = {
-    "without_the_idea_of_shares": "take the same examples", "without_the_idea_of_averaging": "Less than one gradient",
+    "without_the_idea_of_shares": "take the same examples", "without_the_idea_of_averaging": "less than one gradient",
     "without_the_idea_forward_beside_the_wrapper": "through the wrapped model", "every_micro_batch_leaves": "times a step",
     "leaves_forward_out_of_no_sync": "DDP decides in forward", "one_message_for_each_parameter": "each pays latency",
     "replicas_start_apart": "weights of its own", "same_examples": "take the same examples", "no_set_epoch": "`set_epoch`",
@@ -859,7 +859,7 @@ SENTENCES = {
     "without_the_idea_where_the_bottleneck_is": "`hides` says whether", "without_the_idea_what_hides_it": "only this one can hide",
     "without_the_idea_of_overlap": "as if nothing overlapped", "all_or_nothing": "All or nothing",
     "a_share_of_the_communication": "not a share", "gradients_always_fp32": "and not 4",
-    "two_mistakes": "not one that the check knows",
+    "two_mistakes": "not one that the check knows", "own_tokens_in_broadcasts": "a rank with few of them",
     "sends_the_gradient_once": "A rank sends more than the gradient once", "bytes_grow_with_ranks": "do not grow with n",
     "counts_parameters": "Count bytes, not parameters", "waits_for_every_rank_in_turn": "All ranks send at the same time",
     "bandwidth_of_both_directions": "per direction", "bits_for_bytes": "in bytes per second, not bits",
@@ -883,7 +883,7 @@ SENTENCES = {
     "chunks_in_another_order": "in other places", "one_element_wrong": "and not in element 7", "hides_for_two": "`hides` (True",
     "others_are_a_step_late": "one way to be late", "rank_3_is_wrong": "Rank 3 steps", "shares_of_one": "weighed 1, 1, 1, 1",
     "reorders_its_own_share": "dealt alike", "swaps_shares": "dealt alike", "groups_as_large_as_the_ranks": "a step has 3",
-    "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more",
+    "deals_twice_at_most": "dealt alike", "there_and_back_along_a_chain": "none sends more", "sums_on_rank_0": "have the sum",
     "one_epoch_too_many": "Ranks go forward in", "clears_before_the_step": "has left in `.grad`",
     "carries_a_group_on": "carried into", "one_chunk_everywhere": "each chunk is finished on one rank",
     "chunks_in_a_list": "and not a list of lists", "runs_backward_on_the_module": "adds to `.grad`", "all_reduces_twice": "n - 1 chunks of 1/n",

@@ -152,7 +152,7 @@ def _judge_result(got: list[list[float]], gradients: list[list[float]]) -> None:
          partly and all(sum(row) <= length // ranks for row in finished) and all(map(any, zip(*finished, strict=True)))),
         (lambda: f"Rank 0 has the {'mean' if divided else 'sum'} of all ranks in some elements, and not in element "
          f"{finished[0].index(False)}: each chunk is finished on one rank, and an all-gather brings it to all", partly),
-        ("Some ranks have the mean and others do not: the replicas would drift apart from here on",
+        (f"Some ranks have the {'mean' if divided else 'sum'} of all ranks and others do not: each rank ends with the same mean",
          any(map(all, finished)) and not all(map(all, finished))),
         (lambda: f"Rank{'s' * (len(absent[1]) > 1)} {', '.join(map(str, absent[1]))} {'are' if len(absent[1]) > 1 else 'is'} "
          f"missing from element {absent[0]}: n - 1 steps bring a chunk past every rank, and what the all-gather hands round "
@@ -392,7 +392,7 @@ def _step(trained: list[_Trained], asked: _Practice, number: int, weigh: Callabl
 #: What a token weighs if this mistake is made, given ranks, all tokens, those of the rank, of its micro-batch, the
 #: micro-batches of all and of the rank, and the tokens in the same place on all ranks.
 _WEIGHT_SLIPS: list[tuple[str, Callable[..., float]]] = [
-    ("Tokens weigh equally, and n times too little: the sum over ranks is divided by n once more, as DDP does",
+    ("Tokens weigh equally, and n times too little: DDP divides by n what the ranks add",
      lambda ranks, total, own, n, micros, m, column: 1 / total / ranks),
     ("Tokens weigh equally, and n times too much: gradients are summed over ranks, or n is multiplied in once too often",
      lambda ranks, total, own, n, micros, m, column: ranks / total),
@@ -419,14 +419,14 @@ def _judge_steps(trained: list[_Trained], asked: _Practice) -> None:
         far = float((right - trained[0].path[number]).abs().max())
         if all(_near(end, right, far) for end in ends):
             continue
-        left = trained[0].path[0]
+        left, part = trained[0].path[0], not all(_near(end, ends[0], far) for end in ends)
         refuse(
             f"step {number}",
-            ("Less than one gradient leaves a rank in a step: backward averages where forward has gone through the wrapped "
-             "model, outside `no_sync`", max(each.sent for each in trained) < left.nbytes / 5),  # fp16's are a quarter
+            ("The replicas part. Broadcasts aside, less than one gradient leaves a rank in a step: backward averages where forward goes "
+             "through the wrapped model, outside `no_sync`", part and max(each.sent for each in trained) < left.nbytes / 5),  # fp16: 1/4
             ("The replicas differ: each rank begins with weights of its own, and equal steps from there never meet. Rank 0's go to "
              "all first", any(not rank.path[0].equal(left) for rank in trained)),
-            ("The replicas part: all step with the same gradient, in every step", not all(_near(end, ends[0], far) for end in ends)),
+            ("The replicas part: all step with the same gradient, in every step", part),
             *((sentence, _near(_step(trained, asked, number, slip), ends[0], far)) for sentence, slip in _WEIGHT_SLIPS),
             ("Gradients of the step before are still there: clear them after each step",
              number and _near(_step(trained, asked, number, before=1), ends[0], far)),
