@@ -248,7 +248,7 @@ class packed_step:
     mean_of_means_that_exist = _step(weigh=_factor(lambda n, every, mesh: 1 / n.clamp(min=1)))
     divides_by_the_ranks_again = _step(weigh=_factor(lambda n, every, mesh: 1 / every))
     fits_cp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[1] / every))
-    fits_dp_alone = _step(weigh=_factor(lambda n, every, mesh: mesh.shape[0] / every))
+    pads_what_does_not_count = lambda model, t, d, c, mesh: packed_step.right(model, t.masked_fill(~c, 0), d, c, mesh)
     mean_of_replicas = _step(
         weigh=lambda own, labels, mesh: (
             own
@@ -606,7 +606,7 @@ SENTENCES = {
     "mean_of_each_sequence": "a token weighs",
     "divides_by_the_ranks_again": "divides once more",
     "fits_cp_alone": "fits an average over one axis",
-    "fits_dp_alone": "fits an average over one axis",
+    "pads_what_does_not_count": "-1 for a token of none",
     "mean_of_replicas": "labels of one cp group",
     "leaves_out_the_last_label": "is a label too",
     "shifts_twice": "Its label is that at",
@@ -625,7 +625,7 @@ SENTENCES = {
     "miscounts_backward": "In backward the weights of one block are missing",
     "tells_where_it_is": "on rank 0, which is read",
     "counts_layers_from_1": "Layers count from 0",
-    "never_looks_at_the_mask": "that no query may see",
+    "never_looks_at_the_mask": "that their query may not see",
     "last_digits": "A healthy job is called sick",
     "says_false_for_healthy": "or None for a healthy job",
     "without_the_idea_three_calls": "answers for you",

@@ -334,10 +334,10 @@ def _judge_held(found: Sequence[Any], batch: Batch, dp: int, cp: int) -> None:
     groups = [rows[d * cp : (d + 1) * cp] for d in range(dp)]
     dealt = sorted(row for group in groups for row in group[0])
     refuse(
-        case,
-        ("The ranks of one cp group hold different sequences, and attention joins what does not belong together: a sampler "
+        f"{case}, -1 for a token of none",
+        ("The first tokens of rows on the ranks of one cp group are of different sequences, and the group shares one: a sampler "
          "counts dp ranks", any(each != group[0] for group in groups for each in group)),
-        (f"The replicas together learn from the sequences {dealt}: each of the {_ROWS} belongs to one replica, once",
+        (f"The first tokens of the replicas' rows are of the sequences {dealt}: each of the {_ROWS} belongs to one replica, once",
          dealt != [*range(_ROWS)]),
     )  # fmt: skip
     for rank, each in enumerate(held):
@@ -401,12 +401,12 @@ def _judge_learned(found: Sequence[Any], batch: Batch, truth: tuple[Tensor, Tens
         slips = [
             ("Each rank trains on its own mean, so a token counts for more where few count: divide by the labels of all ranks",
              1 / max(1, counts[rank])),
-            ("The average over the ranks divides once more: each rank's sum over the labels of all must be multiplied by their "
-             "number, dp and cp together", 1 / total),
+            ("Backward runs from each rank's sum over the labels of all, and the average over the ranks divides once more, by "
+             "their number, dp and cp together", 1 / total),
             *(("This fits an average over one axis of the mesh; gradients are averaged over dp and cp together", of / total) for of in (cp, dp)),
             *(("The labels of one cp group are counted, and other replicas have more or fewer", of / max(1, own[rank])) for of in (1, cp)),
             ("The sum is divided by all tokens; those without a label do not count", n / losses.numel()),
-            ("Backward runs from the plain sum: its gradient grows with the tokens", 1.0),
+            ("Backward runs from the plain sum, and the gradients that you leave do not average to those of the mean", 1.0),
         ]  # fmt: skip
         for weight in weights:
             if not equal and not close(weight, n / total):  # it may have scaled or summed gradients itself
@@ -591,7 +591,7 @@ def _judge_fault(said: Any, fault: Fault | None) -> None:
             "A row's weights add up to 1, so one wrong block changes all of them, and by one factor; the block with another factor "
             "is it"), step != fault.step),
         (f"Layer, rank and step are right, and it is not {what!r}: "
-         + {"keys": "keys have weight that no query may see, or none that it should see",
+         + {"keys": "keys have weight that their query may not see, or none that it should see",
             "weights": "the right keys have weight, and too much or too little",
             "gradients": "the output is right"}[fault.what], what != fault.what),
     )  # fmt: skip
