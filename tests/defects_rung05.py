@@ -920,7 +920,7 @@ SENTENCES = {
     "gathers_all_gradients": "whole gradients",
     "all_reduce_that_sums_the_momentum_too": "stage 2 must not hold it",
     "scatters_when_all_is_done": "full gradients are there at one moment",
-    "writes_the_copy_that_it_kept": "has kept a copy",
+    "writes_the_copy_that_it_kept": "they are read, and not written",
     "single_precision_on_the_wire": "single precision only",
     "takes_the_pair_the_other_way": "returns it first",
     "divides_by_the_ranks_as_well": "takes the mean itself",

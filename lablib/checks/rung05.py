@@ -221,11 +221,10 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Gathered(list):
-    """The weights of a layer, which a rank reads: what it writes there would come from a copy that it kept."""
+    """The weights of a layer, which a rank reads: what it writes there could come from a copy that it kept."""
 
     def _refuse(self, *_: object) -> None:
-        raise Wrong("Something is written into the weights that `gather` returned: they are read, and whoever writes "
-                    "there has kept a copy, which stage 3 has no room for.")  # fmt: skip
+        raise Wrong("Something is written into the weights that `gather` returned: they are read, and not written.")
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = pop = remove = clear = _refuse
     sort = reverse = _refuse
@@ -543,7 +542,7 @@ def _judge_room(found: dict[str, Any], budget: float, stage: int) -> None:
          too_much and held["moments"] > 1.5),
         (f"Too much lies on a rank: {lies}. Gradients that no reduce-scatter has cut lie whole: reduce after each micro-batch, and make "
          "each block a unit", too_much and held["gradients"] > 0.9),
-        (f"Too much lies on a rank: {lies}. All weights are there, or on their way, at one moment: make each block a unit, gather "
+        (f"Too much lies on a rank: {lies}. Most weights are there, or on their way, at one moment: make each block a unit, gather "
          "it for its use, and release it after", too_much and held["weights"] > 0.9),
         (f"Too much lies on a rank: {lies}", too_much),
         (f"{wasted}. An all-reduce brings the whole mean gradient to every rank, and only the owner of a piece uses it",
