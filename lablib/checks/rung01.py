@@ -129,7 +129,7 @@ def bytes_per_parameter(answer: Callable[..., float], seed: int = 1) -> str:
     if wrong := [row for row in rows if not close(row[1], row[2], rel=0.006 / row[2])]:  # two decimals are fine
         name_the_mistake(rows, wrong, slips, "weights {0}, gradients {1}, master {2}, {3}")
     if any(name.startswith(_COUNTING) for name in getattr(answer, "called", ())):
-        raise Wrong("The numbers are right, and lablib has added them up: add the four parts yourself.")
+        raise Wrong("The numbers are right, and a function of lablib was called: add the four parts without it.")
     return f"{len(cases)} recipes from plain SGD to 8-bit AdamW are right."
 
 
@@ -182,15 +182,14 @@ class Device(LiveBytes):
 
 
 class Block(nn.Module):
-    """Up, an activation function, down, and the stream beside them; counts its runs."""
+    """Up, an activation function, down, and the stream beside them."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.runs = nn.Linear(hidden, width), nn.Linear(width, hidden), 0
+        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the stream and what the block adds."""
-        self.runs += 1
         return x + self.down(functional.gelu(self.up(x)))
 
 
@@ -225,16 +224,16 @@ class _Task:
     again: bool = False
 
     def run(self, train: Callable, batches: int = BATCHES) -> SimpleNamespace:
-        """Train, and return losses, weights, and by step gradients, passes and runs of blocks."""
+        """Train, and return losses, weights, and by step gradients; of the last step passes and replays."""
         torch.manual_seed(7)
         model = Model(*self.shape)
-        blocks = list(model.blocks)  # an answer may put others around them
         data = list(torch.randint(VOCAB, (BATCHES, SEQUENCES, self.seq + 1)))[:batches]
         device = Device(self.capacity, sum(p.nbytes for p in model.parameters()))
-        found = SimpleNamespace(gradients=[], counts=2 * [(0, 0)], in_step=0, cut=0, full="", settings=set(), passes=0)
+        found = SimpleNamespace(gradients=[], in_step=0, cut=0, full="", settings=set(), passes=0, last=[], ran=[])
 
-        def counted(*_: object) -> None:
-            found.passes += 1
+        def counted(number: int, module: nn.Module, args: tuple) -> None:
+            found.ran.append((number, sum(map(Tensor.numel, args)) // (module.weight.shape[1] if number else 1)))
+            found.passes += not number
             if found.passes > MOST_PASSES:
                 raise Wrong(f"It never ends: {MOST_PASSES} passes, and all choices in all steps are fewer than 100.")
 
@@ -243,7 +242,7 @@ class _Task:
             device._aside, found.cut, found.in_step = True, found.cut or found.in_step, True
             found.gradients += [torch.cat([(p * 0 if p.grad is None else p.grad).ravel() for p in model.parameters()])]
             found.settings |= {(g["eps"], g["weight_decay"], *g["betas"]) for g in optimizer.param_groups}
-            found.counts.append((found.passes, sum(block.runs for block in blocks)))
+            found.last, found.ran = found.ran, []
             device._aside = False
             return (optimizer, *(lambda: losses[0] for _ in losses)), {}
 
@@ -253,7 +252,8 @@ class _Task:
             optimizer.register_step_post_hook(lambda *_: setattr(found, "in_step", False))
             return optimizer
 
-        model.tokens.register_forward_pre_hook(counted)  # also where the head runs in chunks
+        for number, module in enumerate([model.tokens, *(block.up for block in model.blocks)]):
+            module.register_forward_pre_hook(functools.partial(counted, number))
         gc.freeze()  # what is there already need not be looked at when the device is full
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are small, and threads would wait for each other
@@ -266,7 +266,9 @@ class _Task:
             gc.unfreeze()
             torch.set_num_threads(threads)
         found.weights, found.peak = torch.cat([p.detach().flatten() for p in model.parameters()]), device.peak
-        found.passes, found.runs = (late - early for early, late in zip(*found.counts[-2:], strict=True))
+        embedded, *blocks = ([n for one, n in found.last if one == number] for number in range(1 + self.shape[2]))
+        found.again = sum(map(sum, blocks)) > len(blocks) * max(sum(embedded), SEQUENCES * self.seq)
+        found.passes = max(len(embedded), len(blocks[0]) // (1 + found.again))
         return found
 
 
@@ -338,7 +340,7 @@ _LATER = "right at first, and not here: keep one AdamW, its moments, its default
 
 def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> None:
     case = f"{sum(right.weights.shape) * 4:,} bytes of weights, {task.seq} tokens, {task.capacity:,} bytes"
-    done, again = len(got.gradients), got.runs > task.shape[2] * got.passes
+    done = len(got.gradients)
     refuse(
         case,
         ("The device is full inside of the optimizer's step, where no activation has to be left. AdamW's default makes roots of "
@@ -365,8 +367,7 @@ def _judge_within(task: _Task, got: SimpleNamespace, right: SimpleNamespace) -> 
         ("Return the loss of each batch, the mean over its sequences, as it was before the step",
          len(losses) != BATCHES or not all(close(mine, true, rel=1e-3) for mine, true in zip(losses, right.losses, strict=True))),
         (f"The weights at the end: {_LATER}", (got.weights - right.weights).abs().mean() > 1e-4),
-        (f"Blocks run again, and without that it fits, {SEQUENCES // task.passes} of {SEQUENCES} at a time, which costs no FLOPs more",
-         again and not task.again),
+        (f"Blocks run again, and without that it fits, {SEQUENCES // task.passes} of {SEQUENCES} at a time, which costs no FLOPs more", got.again and not task.again),
         (f"The last batch takes {got.passes} passes, and {task.passes} fit", got.passes > task.passes),
     )  # fmt: skip
 
@@ -468,7 +469,7 @@ _LEFT = "One rank holds more from some step on: count what is alive after each p
     idea="Memory is held from a part of a step on, for a moment, until the end, or more of it every step.",
     section="The peak of a step: loss or optimizer",
     line="Around all steps count live bytes, after each part and at its most; give them to the other rank, and look for the "
-    "first part in which yours are more, and whether the surplus ever gets smaller.",
+    "first part in which yours are more, and whether every later step leaves more of it.",
     kind="fault",
 )
 def find_surplus(answer: Callable[[TrainingJob], Any], seed: int = 1) -> str:
@@ -526,8 +527,7 @@ def run_memory(answer: Callable[..., Mapping[str, float]], seed: int = 1) -> str
         _judge_run(given, truth, shape, optimizer, seq, batch, recompute, loss, case)
         print(f"  {case}, s={seq}, b={batch}:\n    {truth['peak'] / 1e9:.1f} GB at the {truth['at']}")
     if used := [name for name in getattr(answer, "called", ()) if name.startswith(_COUNTING)]:
-        raise Wrong(f"The numbers are right, and {used[0].rpartition('.')[2]} of lablib has counted them: write down yourself "
-                    "what is held at the loss and in the step.")  # fmt: skip
+        raise Wrong(f"The numbers are right, and {used[0].rpartition('.')[2]} of lablib was called: count without it.")
     return "You can compute the memory of a training run from model size and optimizer choice."
 
 
