@@ -454,7 +454,7 @@ class choose_wrapping:
         return {"units": _units(parts, tied, 2), "reshard": True}
 
     fewest_messages = lambda *case: _choose(*case, pick=lambda units, held, seconds: len(units))
-    least_memory = lambda *case: _choose(*case, pick=lambda units, held, seconds: held)
+    head_in_the_root = lambda *c: (a := _choose(*c)) and {**a, "units": u if c[3](u := [e for e in a["units"] if e != ["head"]], a["reshard"])[0] <= c[2] else a["units"]}  # fmt: skip
     ignores_the_budget = asked(_choose, budget=10**12)
     half_of_the_budget_is_enough = asked(_choose, budget=lambda budget: budget // 2)
 
@@ -535,9 +535,9 @@ SENTENCES = {
     "without_the_idea_one_call": "Everything is: a unit", "without_the_idea_shard_of_lablib": "Among them",
     "without_the_idea_every_linear": "as large as fit", "without_the_idea_the_plain_program": "FSDP neither shards",
     "tables_in_the_root": "Among them", "experts_uncut": "cut what does not", "a_tied_table_torn": "torch stops",
-    "no_call_for_the_model": "comes last", "norm_ignored": "nor reduces it (", "all_units_kept": "not freed after", "a_block_unreduced": "a step has to reduce it", "a_root_never_freed": "is still gathered when", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
+    "no_call_for_the_model": "comes last", "norm_ignored": "nor reduces it (", "all_units_kept": "free it when", "a_block_unreduced": "a step has to reduce it", "a_root_never_freed": "is still gathered when", "no_policy": "is gathered in torch.float32", "in_fp16": "in torch.float16",
     "sums_in_bf16": "say `reduce_dtype`", "router_in_bf16": "was to stay in fp32", "policies_swapped": "router computes in", "one_axis": "over the `mesh`",
-    "cast_before": "master weights", "half_kept": "not freed after", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
+    "cast_before": "master weights", "half_kept": "free it when", "norms_frozen": "was to be trained", "outside_in": "from the inside to", "a_list_as_a_unit": "has no forward",
     "a_root_in_fp32": "same dtype", "small_parts_in_the_root": "Among them", "router_summed_in_bf16": "say `reduce_dtype`",
     "two_shards_of_one_replica": "hold different rows", "a_table_made_before": "unseen",
     "without_the_idea_healthy": "does not see it", "without_the_idea_a_guess": "", "without_the_idea_calls_of_a_step": "",
@@ -552,19 +552,19 @@ SENTENCES = {
     "does_not_wait": "wait for all", "old_one_goes_in_pieces": "takes it for whole", "leaves_the_rest_of_a_crash": "what a crashed job left",
     "clears_while_others_write": "or written over",
     "without_the_optimizer": "start its moments from zero", "without_the_step": "The step is not saved",
-    "everybody_publishes": "one rank renames, once", "nobody_publishes": "nobody published it",
+    "everybody_publishes": "one rank renames, once", "nobody_publishes": "there is no folder",
     "old_one_goes_first": "without any checkpoint", "always_step_50": "is to be", "asks_for_ever": "never ends",
     "the_last_publishes": "one rank renames, once", "two_may_see_that_all_are_whole": "one rank renames, once",
     "zeros_before_the_step": "is to be published. Any other folder",
     "axes_swapped": "all axes in", "tables_untied": "to stay one", "a_file_and_no_folder": "file 'step-", "renames_what_is_not_there": "not there.", "one_hidden_name_for_all": "not there.", "all_write_the_last_file": "or written over", "state_under_model": "under 'model'",
-    "without_the_idea_by_heart": "not freed after",
+    "without_the_idea_by_heart": "free it when",
     "without_the_idea_of_the_ends": "The tables in the root", "without_the_idea_of_keeping": "room to keep",
     "without_the_idea_of_freeing": "Small units, freed", "without_the_idea_of_latency": "waits for the latency",
     "without_the_idea_of_one_unit": "waits for the latency",
     "without_the_idea_of_a_large_part": "too large a unit", "without_the_idea_of_overlap": "Small units, freed",
     "without_the_idea_eight_of_a_list": "unseen", "without_the_idea_tries_everything": "each is a run",
     "without_the_idea_one_recipe": "a wrapping with room", "fewest_messages": "room to keep", "fewest_units_that_fit": "Smaller units are",
-    "least_memory": "room to keep", "ignores_the_budget": "Kept units pile up",
+    "head_in_the_root": "Of what fits", "ignores_the_budget": "Kept units pile up",
     "half_of_the_budget_is_enough": "something fits", "tables_alone": "and the root throughout",
     "mlps_alone": "and the root throughout", "last_part_with_the_head": "and the root throughout", "one_unit_is_freed": "Of what fits",
     "one_of_two_tables": "one table here", "first_and_last_block_together": "leaves out parts",

@@ -276,7 +276,7 @@ def _judge_sharded(made: Model, seen: dict[str, Any]) -> None:
         (f"Gradients are reduced in {seen['reduced']:.4g} bytes a value, and not all in fp32: say `reduce_dtype`", seen["reduced"] < 4),
         (f"{wide}Everything is: a unit is what is gathered together, and here it is the model",
          seen["held"] > made.most and seen["units"] <= 1 + len(made.fp32)),
-        (f"{wide}They belong to {len(blocks)} layers, which were not freed after they ran, or are one unit",
+        (f"{wide}They belong to {len(blocks)} layers: gather one layer at a time, and free it when it has run",
          seen["held"] > made.most and len(blocks) > 1),
         (f"{wide}Among them: {' and '.join(tables)}. Tables that are not tied are units, and an embedding is freed after forward",
          seen["held"] > made.most and tables and "tied" not in case),
@@ -569,7 +569,7 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
     for folder, content in found.items():
         named = [f"rank-{rank}" for rank in range(ranks)]
         absent = [rank for rank in range(ranks) if named[rank] not in content]
-        missing = named[absent[0]] if absent else ""
+        missing = named[min(lost & set(absent) or absent)] if absent else ""
         strangers = [name for name in content if name not in named]  # one may be a marker or an index
         refuse("",
             (f"There is a moment when {folder} is visible and half written. Write aside, wait for all, then rename",
@@ -586,7 +586,7 @@ def _judge_disk(files: Files, ranks: int, step: int, lost: set[int]) -> None:
 
 def _judge_end(found: dict[str, Files], ranks: int, step: int) -> None:
     if (folder := f"step-{step}") not in found:
-        raise Wrong(f"All ranks have returned, and there is no folder {folder}: nobody published it.")
+        raise Wrong(f"All ranks have returned, and there is no folder {folder}.")
     for rank in range(ranks):
         has = saved if isinstance(saved := found[folder][f"rank-{rank}"], dict) else {}
         other = next((key for key, value in _state(rank, step).items() if has.get(key) != value), "")
@@ -846,15 +846,15 @@ def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> 
 def _explain_time(case: str, made: Situation, units: Units, reshard: bool, best: tuple, least: float) -> NoReturn:
     fit = {each: seconds for each, (held, seconds) in made.candidates().items() if held <= made.budget}
     freed, mine = min((fit[each] for each in fit if each[2]), default=math.inf), made.cost(units, reshard)[1]
-    count, tables = len(units) or 1, "ends" if ["embed"] in units else "root"  # the whole model as a unit is not small
-    faster = [(seconds, n) for (ends, size, free), seconds in fit.items() if free == reshard and _SLOWER * seconds < mine
-              and (1 in (count, n := len(made.wrapping(ends, size)) or 1) or ends == tables)]  # fmt: skip
+    count, own = len(units) or 1, ({*itertools.chain(*units)}, ["embed"] in units, ["head"] in units)  # or the root
+    faster = [(seconds, len(o) or 1) for (*way, free), seconds in fit.items() for o in [made.wrapping(*way)] if free == reshard and
+              _SLOWER * seconds < mine and (not (units and (o or free)) or own == ({*itertools.chain(*o)}, ["embed"] in o, ["head"] in o))]  # fmt: skip
     n = min(faster, default=(0, count))[1]  # of those that have units of another size, and nothing else
     refuse(
         "",
         (f"{case}. There is a wrapping with room to keep what forward has gathered: then backward gathers nothing again",
          reshard and not best[2] and freed > _SLOWER * least),
-        (f"{case}. Larger units are faster: fewer waits for the latency, more computing beside each message", n < count),
+        (f"{case}. Larger units are faster: each message waits for the latency", n < count),
         (f"{case}. Smaller units are faster: the first arrives sooner, and others travel while it computes", n > count),
         (f"{case}. Of what fits, take the fastest", True),
     )  # fmt: skip
