@@ -108,8 +108,7 @@ def _nodes(y: Tensor) -> list[Any]:
 def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise Wrong(
-            "The output has no graph, so backward ends here. A checkpoint leaves one node in it: PyTorch's does, and "
-            "yours as `YourFunction.apply(...)` on the input, with the block run inside of the Function's forward."
+            "The output has no graph. `YourFunction.apply(...)` on the input gives it one: run the block in its forward."
         )
     try:
         loss.backward()
@@ -610,7 +609,8 @@ _CHOICE_SLIPS: list[Slip] = [
 )
 def choose(answer: Callable[[Job], dict[str, Any] | None], seed: int = 99) -> str:
     """Judge `choose(job)` on situations computed from real models, with budgets around borders."""
-    cases = [(job,) for job in (*jobs(random.Random(seed)), *jobs(NEW))]
+    drawn = sorted((*jobs(random.Random(seed)), *jobs(NEW)), key=lambda job: (job.layers * job.block, job.budget))
+    cases = [(job,) for job in drawn]
     compare(answer, cases, _answer(), _CHOICE_SLIPS, "{0.name}, budget {0.budget:,} bytes", read=_read)
     refuse_peeking(answer, *(f"{__name__}.{each}" for each in ("best_choice", "moments", "extra_flops")))
     return f"{len(cases)} situations, many of them new in each call."
