@@ -317,18 +317,12 @@ SLIPS = [
     [
         (SLIPS[0][1], "Twice is not thrice (2 and 5). This explains all 4 wrong answers, as another mistake might."),
         # What explains a part, or the wrong ones alone, two at once, and a slip that is as good as right where the answer is off by little.
-        (
-            lambda x, y: 3 * x + (2 * y if y > 4 else y),
-            "not one that the check knows. The smallest wrong case: 2 and 5",
-        ),
-        (lambda x, y: 3 * x + y if x < 9 else 7, "not one that the check knows. The smallest wrong case: 2 and 5"),
-        (lambda x, y: (2 + (x > 2)) * x + y, "not one that the check knows. The smallest wrong case: 3 and 4"),
-        (lambda x, y: (2 * x + y) * (1 + 1e-5), "not one that the check knows. The smallest wrong case: 2 and 5"),
+        (lambda x, y: 3 * x + (2 * y if y > 4 else y), "not one that the check knows. One wrong case: 2 and 5"),
+        (lambda x, y: 3 * x + y if x < 9 else 7, "not one that the check knows. One wrong case: 2 and 5"),
+        (lambda x, y: (2 + (x > 2)) * x + y, "not one that the check knows. One wrong case: 3 and 4"),
+        (lambda x, y: (2 * x + y) * (1 + 1e-5), "not one that the check knows. One wrong case: 2 and 5"),
         (lambda x, y: 17, "The answer is the same in every case"),
-        (
-            lambda x, y: x * y,
-            "not one that the check knows. The smallest wrong case: 2 and 5 gives 10, and should give 9",
-        ),
+        (lambda x, y: x * y, "not one that the check knows. One wrong case: 2 and 5 gives 10, and should give 9"),
     ],
 )
 def test_a_table_names_what_gives_all_answers(answer, said):

@@ -5,7 +5,7 @@ check; another that gives the same answers cannot be told from it, and the verdi
 
 1. the mistake that gives the answer in every case, right cases too, to the digit, then to four digits;
 2. none, because the answer is the same in every case;
-3. none: the smallest wrong case is shown. A mistake that explains some cases alone is not shown to be the cause, nor are
+3. none: one wrong case is shown. A mistake that explains some cases alone is not shown to be the cause, nor are
    two whose errors add up.
 
 `refuse` is for what one answer shows by itself: the sentence of the first sign that is there.
@@ -71,7 +71,7 @@ def name_the_mistake(
     words: str | Callable[..., str],
     unknown: Callable[[Row], str] | None = None,
 ) -> NoReturn:
-    """Raise `Wrong` with the mistake that gives all answers, or with the smallest wrong case.
+    """Raise `Wrong` with the mistake that gives all answers, or with one wrong case.
 
     Args:
         rows: All cases.
@@ -95,7 +95,7 @@ def name_the_mistake(
     if unknown is not None:
         raise Wrong(f"{unknown(row)} ({describe(*row.case)}).")
     raise Wrong(
-        f"This mistake is not one that the check knows. The smallest wrong case: {describe(*row.case)} gives "
+        f"This mistake is not one that the check knows. One wrong case: {describe(*row.case)} gives "
         f"{_short(row.given)}, and should give {_short(row.truth)}."
     )
 
