@@ -295,7 +295,7 @@ class keep_training:
     drops_nothing_out = lambda task, folder: setattr(task, "model", task.model().eval) or _kept(task, folder)
     logs_what_it_never_computed = lambda task, folder: task.log(1, 0.5)
     one_unit_for_all = _with(blocks=False)
-    saves_half_as_often = _with(every=2)
+    saves_half_as_often, saves_above = _with(every=2), lambda task, folder: _kept(task, os.path.dirname(folder))
     logs_the_sum_of_all_ranks = _with(logged=lambda loss: (dist.all_reduce(both := loss.detach().clone()), both)[1])
     rank_0_logs = lambda task, folder: (dist.get_rank() and setattr(task, "log", print)) or _kept(task, folder)
 
@@ -802,7 +802,7 @@ SENTENCES = {
     "asks_the_check": "This asks the check", "names_a_list_of_one": "names the largest part",
     "one_folder_for_all_saves": "must not touch the one before", "takes_all_steps_again": "a rank computes the loss of",
     "never_shards": "not sharded", "drops_nothing_out": "those without it", "drops_nothing_out_after_the_start": "whether dropout is on", "repeats_the_report": "what the report says", "rank_0_logs": "by one rank and not by another",
-    "one_unit_for_all": "block by block", "saves_half_as_often": "a checkpoint every", "logs_the_sum_of_all_ranks": "what it logs",
+    "one_unit_for_all": "block by block", "saves_half_as_often": "a checkpoint every", "saves_above": "in a new folder", "logs_the_sum_of_all_ranks": "what it logs",
     "to_three_digits": "no more than rounding",
     "removes_the_old_one_first": "stays until the next", "cuts_to_the_norm_itself": "of 'clip' in step 1",
     "a_part_is_left_out": "lost to data should be a number", "hands_it_to_lablib": "lablib's own", "lablib_splits_it": "lablib's own", "lets_lablib_look": "lablib's own",

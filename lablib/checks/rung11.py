@@ -286,12 +286,12 @@ def keep_training(answer: Callable[[Task, str], Any]) -> str:
 
 
 def _judge_undisturbed(first: dict, task: Task, right: dict[int, float]) -> None:
-    steps, before = list(first["calm"]), first["plain"]
+    steps, before = list(first["calm"] if first["plain"] else ()), first["plain"]
     off = _off(before, right)
     crosses = task.count // task.batch + 1
     refuse(
         f"{task.steps} steps, {task.count} samples an epoch, {task.batch} a step",
-        (f"A run that nobody disturbs logs steps 1 to {task.steps}, each once; of these yours logs {steps}",
+        (f"A run that nobody disturbs, in a new folder, logs steps 1 to {task.steps}, each once; of these one of yours logs {steps}",
          steps != list(range(1, task.steps + 1))),
         ("With dropout the losses are those without it: train with the model as it is built",
          not off and all(abs(loss - before[step]) < _SAME for step, loss in first["calm"].items() if step in before)),
@@ -659,7 +659,7 @@ def observe_scaling(answer: Callable[..., dict[str, Any]], seed: int = 1106) -> 
     _judge_scaling(found, alone, ranks, "strong")
     more = ""
     if _float(found["speedup"]) > len(ranks):
-        more = " More than one per rank: something else kept the single rank busy, so run it again on a quiet machine."
+        more = " More than one per rank: run it again on a quiet machine, to see whether that stays."
     return (
         f"{len(cases)} timelines, and a job on {where}: speedup {_float(found['speedup']):.2f}, efficiency "
         f"{_float(found['efficiency']):.0%}, limited by {_name(found['limit'])}.{more}"
