@@ -421,7 +421,7 @@ class make_hook:
     divides_by_the_hosts = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / groups[1].size())
     nothing_crosses = _hooks(lambda flat, *its: _in_two_levels(flat, *its[:2], cross=lambda *_, **__: 0) / its[2])
     only_across = _hooks(lambda flat, inside, across, ranks: _sum(flat, across) / ranks)
-    drops_what_is_left_over = _hooks(_drops_what_is_left_over)
+    forgets_what_is_left_over = _hooks(_drops_what_is_left_over)
     in_float32 = _hooks(lambda flat, inside, across, ranks: _in_two_levels(flat.float(), inside, across) / ranks)
     unchanged = _hooks(lambda flat, inside, across, ranks: flat / ranks)
     by_one_too_many = _hooks(lambda flat, *groups: _in_two_levels(flat, *groups[:2]) / (groups[2] + 1))
@@ -580,7 +580,7 @@ class find_fault:
 
     looks_at_what_is_put_in = lambda job: _judged(_look(job, used=False))
     looks_at_what_is_used = lambda job: _judged(_look(job, put_in=False))
-    no_layer = _changed(layers=lambda layers: set())
+    no_step, no_layer = _changed(step=lambda step: None), _changed(layers=lambda layers: set())
     one_layer_of_two = _changed(layers=lambda layers: {min(layers)})
     the_next_rank = _changed(rank=lambda rank: (rank + 1) % 4)
     counts_steps_from_1 = _changed(step=lambda step: step + 1)
@@ -661,11 +661,11 @@ SENTENCES = {
     "in_float32": "rounded on their way", "unchanged": "its own gradient still", "groups_in_each_call": "a group is made once",
     "own_numbers_times_a_factor": "no sum of", "own_numbers_and_empty_messages": "no sum of", "halved": "no sum of",
     "sizes_that_were_seen": "Nothing was exchanged", "swapped_on_two": "travels uncut", "doubled": "up to 2 times in a sum",
-    "padded_to_threes": "72 elements where 48 do, up to 3", "one_size_for_4_and_8": "Here latency decides", "rounds_of_lablib": "work it out yourself", "no_layer": "you name none",
+    "padded_to_threes": "72 elements where 48 do, up to 3", "one_size_for_4_and_8": "Here latency decides", "rounds_of_lablib": "work it out yourself", "no_layer": "you name none", "no_step": "step of a fault should be",
     "not_kept": "must keep what", "keeps_the_larger": "must keep what", "gathers_one_chunk_on": "begins with the complete", "one_round_too_many": "doubling has log2(n)",
     "half_a_ring": "two halves", "divides_list": "the callback: TypeError: unsupported", "error_in_then": "the callback: AttributeError: 'Tensor'",
     "the_list_itself": "here it returns one with", "not_divided_not_summed": "Ranks are missing", "future_of_the_work": "here it returns one with",
-    "divided_in_one_branch": "divided by too little", "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
+    "divided_in_one_branch": "divided by too little", "by_one_too_many": "times the mean over", "without_rank_0": "buckets have 14", "forgets_what_is_left_over": "what is left over when", "not_a_number": "no mean of", "three_elements": "Tensor[3]",
     "other_names": "with these names", "bucket_alone": "but 2 were given", "gathered_across": "all-reduce its chunk", "summed_among_zeros": "and then the others'",
     "view_behind_padding": "a view whose memory", "calls_the_toy": "come from `lablib`", "returns_the_tensor": "returns a torch.futures.Future",
     "without_the_idea_compares_calls": "numbers that go in", "without_the_idea_says_healthy": "numbers that go in",

@@ -413,8 +413,8 @@ def _judge_crossing(results: list[_Hooked], ranks: int, per_host: int, case: str
          "and switches that add where there are any", {event.op for _, event in events} & {"send", "recv"}),
         ("The means are right, but the recorder saw nothing cross: finish inside the hook, in its own thread, before it returns",
          max(crosses) == 0),
-        (f"The means are right, but one all-reduce over all ranks knows no hosts: {max(of_host):.0f} bytes {several}, and through "
-         "one rank each", flat and max(of_host) > 1.05 * least),
+        (f"The means are right, but one all-reduce over all ranks knows no hosts: {max(of_host):.0f} bytes {several}",
+         flat and max(of_host) > 1.05 * least),
         (f"The means are right, but {max(of_host):.0f} bytes {several}: first add up inside a host, let each rank all-reduce its "
          "chunk of the sum only, and pad a bucket to a whole number for each rank at most", max(of_host) > 1.05 * least),
         (f"The means are right, but one rank of a host sends {max(crosses):.0f} bytes to others, where {least / per_host:.0f} from "
@@ -544,8 +544,8 @@ def _said(got: Any) -> tuple[int, int, set[str]] | None:
         return None
     otherwise = "Return step, rank and the names of the layers whose mean is wrong, or None."
     found = by_name(got, "step", "rank", "layers", otherwise=otherwise)
-    names = [f"{i}.weight" for i in range(_LAYERS)]
-    return whole(found["step"]), whole(found["rank"]), chosen(found["layers"], names, otherwise)
+    step, rank = (whole(found[name], f"The {name} of a fault") for name in ("step", "rank"))
+    return step, rank, chosen(found["layers"], [f"{i}.weight" for i in range(_LAYERS)], otherwise)
 
 
 def _judge_finding(said: tuple[int, int, set[str]] | None, job: Job, case: str) -> None:
