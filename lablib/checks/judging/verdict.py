@@ -129,7 +129,7 @@ def _judged(judge: Callable[..., str | None], answers: tuple, lines: int) -> tup
         with guarded(lines=lines):
             return "passed", judge(*(Answer(one, lines) if callable(one) else one for one in answers)) or ""
     except NotImplementedError:
-        return "not attempted", "Replace the raise line with your answer."
+        return "not attempted", "A stub's raise line was reached: replace it with your answer."
     except Wrong as wrong:
         return "wrong", str(wrong)
     except KeyboardInterrupt:
