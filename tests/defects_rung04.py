@@ -567,7 +567,7 @@ SENTENCES = {
     "divides_by_m_twice": "divided by m once too often",
     "never_divides": "sums over the micro-batches",
     "lablibs_own": "ready-made",
-    "lablibs_command": "ready-made",
+    "lablibs_command": "schedule_text` makes orders ready-made",
     "lablibs_table": "you return 0",
     "weights_below_zero": "W-2' is not an action",
     "deals_layers_out": "a stage is neighbouring layers",

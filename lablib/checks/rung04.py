@@ -77,8 +77,8 @@ def _text(action: object) -> str:
 
 def _refuse_lablibs(answer: Callable, *names: str) -> None:
     ready = rf"lablib\.(cli\.schedule\.schedule_text|calc\.schedules\.generators\.(schedule|{'|'.join(names)}))"
-    refuse("", ("This order is lablib's, ready-made: write it action by action, or let a program of yours search",
-                any(re.fullmatch(ready, name) for name in getattr(answer, "called", ()))))  # fmt: skip
+    for name in filter(re.compile(ready).fullmatch, getattr(answer, "called", ())):
+        raise Wrong(f"`{name}` makes orders ready-made: write this one yourself, or let a program of yours search.")
 
 
 # --- 1F1B --------------------------------------------------------------------------------------------------
