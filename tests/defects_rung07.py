@@ -409,7 +409,7 @@ SENTENCES = {
     "norm_over_the_replicas_too": "The norm counts 2 replicas",
     "loss_over_tp_too": "The loss is counted 2 times",
     "loss_of_whole_sequences_only": "lacks tokens",
-    "norm_of_a_stage": "clips by a number of its own",
+    "norm_of_a_stage": "clips by a number of its own (rank 0 of pp2-dp_replicate2-dp_shard2-cp1-tp1, 0.",
     "the_axes_by_their_names": "if the axes are read from the last",
     "batch_with_tp": "The groups are of another size",
     "norm_without_shards": "The norm lacks parts",

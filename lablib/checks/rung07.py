@@ -295,7 +295,7 @@ def _judge_mesh(name: str, got: list | int | None, right: list, sizes: Sizes, ca
 
 def _judge_sums(loss: float | None, squares: float, stage: float, sizes: Sizes, case: str) -> None:
     copies, t = sizes["dp_replicate"], sizes["tp"]
-    case = f"{case}, {loss or 1:.3g} times the loss and {squares**0.5:.3g} times the norm of one process"
+    case += f", {'' if loss is None else f'{loss:.3} times the loss, '}{squares**0.5:.3g} times the norm of one process"
     off = loss is not None and not close(loss, 1.0, rel=1e-4)
     refuse(
         case,
