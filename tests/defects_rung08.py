@@ -264,7 +264,7 @@ class train_step:
 
     def calls_the_model_and_trains_in_fp32(model, *case):
         with torch.autocast("cpu", dtype=torch.float16):
-            model(*case[3][0])
+            model(*case[3][0]).backward()
         loss = lambda x, y: F.mse_loss(F.linear(torch.tanh(F.linear(x, model.up.weight)), model.down.weight), y)
         loss.parameters = model.parameters
         _step(loss, *case, dtype=torch.float32)
@@ -353,9 +353,8 @@ class train_step:
             schedule.step()
 
     def right_6(model, optimizer, schedule, scaler, micro_batches, max_norm):
-        """The loss that is logged comes from fp32, without gradients."""
-        with torch.no_grad():
-            [model(x, y) for x, y in micro_batches]
+        """The loss that is logged comes from fp32, and no gradient goes back from it."""
+        [model(x, y).item() for x, y in micro_batches]
         _step(model, optimizer, schedule, scaler, micro_batches, max_norm)
 
     def right_5(model, optimizer, schedule, scaler, micro_batches, max_norm):
@@ -641,11 +640,11 @@ SENTENCES = {
     "x_in_e5m2": "fewer bits than bf16", "by_what_came_out": "comes second",
     "whatever_the_hardware": "no matrix units", "bf16_to_be_safe": "fewer bits than bf16", "keeps_bf16": "in bf16",
     "keeps_no_scales": "Scales are kept too", "most_bits_first": "fewer bits than mxfp8", "int8_for_all": "none of nvfp4",
-    "without_the_idea_all_in_fp32": "ran in float32", "in_bf16": "ran in bfloat16", "clips_before_it_unscales": "unscale before you clip",
-    "unscales_before_it_averages": "average first and unscale then", "sums_micro_batches": "one over their number",
+    "without_the_idea_all_in_fp32": "model in float32", "in_bf16": "model in bfloat16", "clips_before_it_unscales": "unscale before you clip",
+    "unscales_before_it_averages": "an average that comes first", "sums_micro_batches": "one over their number",
     "sums_ranks": "need their mean", "own_gradient_alone": "average over ranks", "never_scales_the_loss": "did not use scaler.scale",
     "without_a_scaler": "where losses are scaled",
-    "never_unscales": "nobody divided them", "lengthens_too": "or the clip lengthens", "steps_whatever_comes": "let `scaler.step` decide", "never_clips": "not clipped",
+    "never_unscales": "nobody divided them", "lengthens_too": "or the clip lengthens", "steps_whatever_comes": "such a step is skipped", "never_clips": "not clipped",
     "never_clears": "step before", "counts_a_skipped_step": "schedule moved", "updates_in_every_micro_batch": "once a step",
     "steps_in_every_micro_batch": "stepped 3 times", "clears_in_every_micro_batch": "each runs backward",
     "runs_backward_after_the_loop": "each runs backward",

@@ -154,7 +154,7 @@ _THEN = ("plain", "tiny", "rank 0 overflows", "rank 1 overflows")  # in another 
 
 
 class Network(nn.Module):
-    """Two layers and a loss; writes down in which dtype its second product ran, or that of a copy."""
+    """Two layers and a loss; writes down the dtype of its second product, or of a copy's, when backward comes to it."""
 
     dtypes: ClassVar[set[torch.dtype]] = set()
 
@@ -165,7 +165,8 @@ class Network(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of a micro-batch."""
         found = self.down(torch.tanh(self.up(x)))
-        self.dtypes.update({found.dtype} if torch.is_grad_enabled() else ())  # a loss that is only logged may be fp32
+        if found.requires_grad:
+            found.register_hook(lambda g: self.dtypes.add(g.dtype))  # a loss that is only logged may be fp32
         return functional.mse_loss(found.float(), y)
 
 
@@ -246,18 +247,17 @@ def train_step(answer: Callable[..., Any], seed: int = 80) -> str:
 def _judge_step(here: list[dict], kind: str, case: str, grows: bool, before: list[Tensor] | None) -> None:
     first, scale, became = here[0], here[0]["scale"], " and ".join(f"{each['became']:g}" for each in here)
     steps, dtypes = [len(each["given"]) for each in here], set().union(*(each["dtypes"] for each in here))
-    overflow, other = "overflows" in kind, dtypes - {torch.float16}
-    ran = ", ".join(sorted(str(d).removeprefix("torch.") for d in other))
+    overflow, ran = "overflows" in kind, ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)) or "no dtype"
     wanted, full = scale / 2 if overflow else 2 * scale if grows else scale, 4 * first["weights"].numel()
     refuse(
         case,
-        ("The model was not called where gradients are recorded", not dtypes),
-        (f"The products ran in {ran}: run the model under autocast in float16, whose gradients the scaler is for", bool(other)),
+        (f"Backward came to products of the model in {ran}, and should to float16 alone: run it under autocast, as the scaler is for fp16",
+         dtypes != {torch.float16}),
         ("The weights have no longer the bits of fp32: autocast casts at operators, and small updates need them",
          any(each["kept"] != {torch.float32} or torch.equal(each["weights"], each["weights"].half().float()) for each in here)),
-        (f"The ranks took {steps[0]} and {steps[1]} steps: they decide alike if what one of them sees, as an infinity, "
-         "reaches all before the scaler looks, so average first and unscale then", steps[0] != steps[1]),
-        ("A gradient overflowed, and the step was taken: leave the infinity where it is, and let `scaler.step` decide",
+        (f"The ranks took {steps[0]} and {steps[1]} steps, and all take a step or skip it: an average that comes first brings "
+         "the infinity of one rank to all before the scaler looks", steps[0] != steps[1]),
+        ("A gradient overflowed, and the step was taken: such a step is skipped, by `scaler.step` if the infinity is still there",
          overflow and steps[0]),
         ("No step was taken, though gradients of the scaled loss fit in fp16 here: `scaler.step` takes it, unless an infinity of "
          "a step before is still in them, or they were scaled twice", not overflow and not steps[0]),
