@@ -62,7 +62,7 @@ def test_reasons_speak() -> None:
     choice = choose("llama-3-70b", gpus=64, gpu="h100", seq=4096, global_batch=512)
     first, *_, last = map(str, choice.reasons)
     assert first.startswith("Replicas: tp=1 cp=1 pp=1 dp=64 zero=0")
-    assert "most of it is optimizer" in first
+    assert "the largest part is optimizer" in first
     assert str(choice.layout) in last
     tight = choose("llama-3-8b", gpus=8, gpu="h100", seq=8192, global_batch=4)
     assert "no such layout divides 4 sequences" in str(tight.reasons[0])

@@ -200,8 +200,8 @@ def _too_large(case: Case, layout: Layout, memory: dict[str, int], total: int, c
         "weights": "split the model with tp or pp, or shard them with zero=3",
     }
     return (
-        f"Its peak is {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; most of it is "
-        f"{term}, {memory[term] / 1e9:.1f} GB. Where still possible: {fixes[term]}."
+        f"Its peak is {total / 1e9:.1f} GB where one {case.run.gpu} has {capacity / 1e9:.1f} GB for it; the largest "
+        f"part is {term}, {memory[term] / 1e9:.1f} GB. Where still possible: {fixes[term]}."
     )
 
 

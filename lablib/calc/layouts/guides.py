@@ -175,7 +175,7 @@ def _nothing(found: Plan, name: str) -> Reason:
     memory = peak.memory
     term = max(memory, key=memory.get)
     nearest = (
-        f"{name.capitalize()}: {least} peaks at {_gb(peak.total)} of {_gb(found.capacity)}; most of it is "
+        f"{name.capitalize()}: {least} peaks at {_gb(peak.total)} of {_gb(found.capacity)}; the largest part is "
         f"{term}, {_gb(memory[term])}."
     )
     return Reason(name, False, False, least, peak.total, None, nearest)
