@@ -173,7 +173,7 @@ def _judge_checkpoint(got: dict, right: dict, dropout: float, called: list[str])
         (f"Backward should run each block once more, itself and no copy, and runs one {in_all - 1} times more", in_all != 2),
         ("The input gets no gradient: what backward returned for it was None, as is `.grad` of a copy that needs none",
          got["input"] is None),
-        ("A weight of a block gets no gradient: backward through the whole replayed graph reaches them all",
+        ("A weight of a block has no gradient of this step: it has to reach the block's own weights, and stay in `.grad`",
          any(each is None or (each == 1).all() for each in got["weights"])),
         ("The weights had gradients, of the micro-batch before, and have lost them: backward adds to `.grad`",
          all(map(_same, got["weights"], (each - 1 for each in right["weights"])))),
