@@ -167,7 +167,9 @@ class train_within:
         device.capacity = 10**12
         return _search([(6, False)])(model, batches, adamw, device)
 
-    tries_for_ever = lambda model, batches, *_: all(model.loss(batches[0][:1]).isfinite() for _ in iter(int, 1))
+    def tries_for_ever(model, batches, *_):
+        while True:
+            model.loss(batches[0][:1])
 
     def retries_inside_the_except_clause(model, batches, adamw, device):
         optimizer, losses = adamw(model.parameters(), fused=True), []

@@ -454,7 +454,14 @@ class choose_wrapping:
         return {"units": _units(parts, tied, 2), "reshard": True}
 
     fewest_messages = lambda *case: _choose(*case, pick=lambda units, held, seconds: len(units))
-    head_in_the_root = lambda *c: (a := _choose(*c)) and {**a, "units": u if c[3](u := [e for e in a["units"] if e != ["head"]], a["reshard"])[0] <= c[2] else a["units"]}  # fmt: skip
+
+    def head_in_the_root(parts, tied, budget, price):
+        if answer := _choose(parts, tied, budget, price):
+            units = [unit for unit in answer["units"] if unit != ["head"]]
+            if price(units, answer["reshard"])[0] <= budget:
+                answer["units"] = units
+        return answer
+
     ignores_the_budget = asked(_choose, budget=10**12)
     half_of_the_budget_is_enough = asked(_choose, budget=lambda budget: budget // 2)
 

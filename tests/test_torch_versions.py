@@ -68,6 +68,8 @@ def test_every_difference_is_a_field_and_has_a_source() -> None:
 def test_the_names_of_collectives() -> None:
     assert hasattr(dist, "all_gather_single") == HERE.collectives_called_single
     assert hasattr(dist, "reduce_scatter_single") == HERE.collectives_called_single
+    for older in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor):
+        assert hasattr(older, "__deprecated__") == (HERE.version in ("2.13", "2.14"))
 
 
 def test_the_gap_after_one() -> None:

@@ -38,6 +38,7 @@ from lablib.checks.judging import (
     in_answer,
     name_the_mistake,
     numbers,
+    recognize,
     refuse,
     whole,
 )
@@ -675,7 +676,7 @@ def _judge_run(
              truth["step"] + (4 - roots) * n),
         ],
     }  # fmt: skip
-    # What a kernel keeps beside the table is right with it and without it, and so are the inputs of norm and head.
+    # What a kernel keeps beside the table is right with it and without it, and so are the inputs of norm and head, to six digits.
     below = {"activations": statistics, "peak": (statistics + ends) * (truth["at"] == "loss")}
     norms = 8 * (layers + 1) * tokens * (recompute == "none")  # 4 bytes of statistics a norm and token
     above = {"activations": norms, "peak": truth["last"] if truth["at"] == "step" else norms}
@@ -688,10 +689,9 @@ def _judge_run(
         for unit, size in (("GB", 1e9), ("GiB", 2**30), ("MB", 1e6), ("MiB", 2**20)):
             if term != "parameters" and close(value, right / size, rel=1e-4 + near.get(term, 0) / right):
                 raise Wrong(f"{term}: Return bytes, not {unit} ({case}).")
-        for sentence, mistaken in slips[term]:
-            left = left_out.get(term, (0,)) if mistaken else (0,)
-            if mistaken != right and any(close(value, mistaken - each, rel=1e-9) for each in left):
-                raise Wrong(f"{term}: {sentence} ({case}). Another mistake may give the same.")
+        mistakes = ((f"{term}: {sentence}", mistaken - each) for sentence, mistaken in slips[term] if mistaken != right
+                    for each in (left_out.get(term, (0,)) if mistaken else (0,)))  # fmt: skip
+        recognize(value, case, mistakes, functools.partial(close, rel=1e-9))
         raise Wrong(
             f"{term}: this mistake is not one that the check knows. {shape}, {optimizer}, s={s}, b={b}, recompute "
             f"{recompute}, {loss} loss gives {value:,.0f}, and should give {right:,.0f}."

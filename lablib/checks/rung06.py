@@ -846,10 +846,13 @@ def _explain_memory(case: str, made: Situation, units: Units, reshard: bool) -> 
 def _explain_time(case: str, made: Situation, units: Units, reshard: bool, best: tuple, least: float) -> NoReturn:
     fit = {each: seconds for each, (held, seconds) in made.candidates().items() if held <= made.budget}
     freed, mine = min((fit[each] for each in fit if each[2]), default=math.inf), made.cost(units, reshard)[1]
-    count, own = len(units) or 1, ({*itertools.chain(*units)}, ["embed"] in units, ["head"] in units)  # or the root
-    faster = [(seconds, len(o) or 1) for (*way, free), seconds in fit.items() for o in [made.wrapping(*way)] if free == reshard and
-              _SLOWER * seconds < mine and (not (units and (o or free)) or own == ({*itertools.chain(*o)}, ["embed"] in o, ["head"] in o))]  # fmt: skip
-    n = min(faster, default=(0, count))[1]  # of those that have units of another size, and nothing else
+    count, faster = len(units) or 1, []
+    for (*way, free), seconds in fit.items():
+        other = made.wrapping(*way)
+        mine_is, it_is = (({*itertools.chain(*of)}, ["embed"] in of, ["head"] in of) for of in (units, other))
+        if free == reshard and _SLOWER * seconds < mine and (not units or not (other or free) or mine_is == it_is):
+            faster.append((seconds, len(other) or 1))
+    n = min(faster, default=(0, count))[1]  # of those whose units differ in size alone, or are the model
     refuse(
         "",
         (f"{case}. There is a wrapping with room to keep what forward has gathered: then backward gathers nothing again",

@@ -451,7 +451,7 @@ def _explain_labels(wrong: Sequence[tuple[Any, ...]], batch: Batch, labels: Tens
         else:
             signs.append((3, f"The token at {p + 1} does not count, and is learned", rank))
     if signs:
-        raise Wrong("{1} ({0}, rank {2}).".format(case, *min(signs)[1:]))
+        raise Wrong(f"{min(signs)[1]} ({case}, rank {min(signs)[2]}).")
 
 
 # --- a block that is wrong ----------------------------------------------------------------------------------
